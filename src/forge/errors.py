@@ -76,6 +76,10 @@ class ConfigError(ForgeError, ValueError):
     """A configuration key, value or file that breaks a rule."""
 
 
+class InsecureBindError(ConfigError):
+    """A listener that other machines could reach, without TLS and a secret, and that the user has not allowed."""
+
+
 class OptionError(ForgeError, ValueError):
     """An option of an actor, a service or an endpoint that is unknown or out of range."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.hosts import free_port
+from leftovers import has_ended
 
 pytestmark = pytest.mark.alone
 
@@ -32,8 +33,8 @@ class Workers:
             )
             for address in self.addresses
         ]
-        for process in self.processes:
-            assert "listening" in self.says(process)
+        self.greetings = [self.says(process) for process in self.processes]
+        assert all("listening" in greeting for greeting in self.greetings)
 
     def says(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
@@ -113,6 +114,55 @@ def test_hosts_end_their_ranks_when_the_controller_is_killed(workers):
     assert "a fresh worker takes over" in workers.says(workers.processes[0])
 
 
+HOLD = """
+import asyncio, os, sys
+import forge
+from actors import Worker
+from forge.config import LauncherConfig
+
+async def main(address, timings):
+    async with forge.run(LauncherConfig(kind="hosts", hosts=(address,), **timings)):
+        actor = await Worker.as_actor()
+        print(await actor.pid.call_one(), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(sys.argv[1], eval(sys.argv[2])))
+"""
+
+
+def hold(address: str, **timings: float) -> subprocess.Popen[str]:
+    """Start a controller that keeps an actor on a host."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", HOLD, address, repr(timings)]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def test_a_host_waits_for_a_controller_as_long_as_its_lease(workers):
+    """Two controllers are killed. The host with the short lease ends their processes, the other one still waits."""
+    short = {"heartbeat_s": 0.2, "heartbeat_timeout_s": 1.0, "lease_s": 2.0}
+    long = {"lease_s": 3600.0, "attach_timeout_s": 7200.0}
+    controllers = [hold(workers.addresses[0], **short), hold(workers.addresses[1], **long)]
+    pids = [int(controller.stdout.readline()) for controller in controllers]
+    for controller in controllers:
+        controller.kill()
+        controller.communicate()
+    assert "a fresh worker takes over" in workers.says(workers.processes[0])
+    assert has_ended(pids[0])
+    assert not has_ended(pids[1], limit_s=0)
+
+    waiting = hold(workers.addresses[1], **long)
+    while "waiting for the worker at" not in (line := waiting.stderr.readline()):
+        assert line, "the controller ended"
+    os.kill(
+        int(workers.greetings[1].split("process ")[1].rstrip(")\n")), signal.SIGKILL
+    )  # as the end of the lease does
+    _, told = waiting.communicate(timeout=600)
+    assert waiting.returncode == 1
+    assert f"the worker at {workers.addresses[1]} ended while this controller waited for it" in told
+    assert "start the program again now" in told
+
+
 def test_replicas_and_ranks_spread_over_both_hosts_run_after_run(workers):
     """A worker serves one run after another, also one that names an address where no worker listens."""
     check_spread(workers)
@@ -136,19 +186,20 @@ import asyncio, forge
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
 from forge.runtime.backend import install_fault_hook
-from forge.runtime.hosts import HostTimings
 from forge.runtime.launchers import HostsLauncher
 async def main():
-    config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}", "{workers.addresses[0]}"))
+    hosts = ("tcp://127.0.0.1:{free_port("127.0.0.1")}", "{workers.addresses[0]}")
+    config = LauncherConfig(kind="hosts", hosts=hosts, attach_timeout_s=10)
     install_fault_hook()
     try:
-        await HostsLauncher(config, HostTimings(attach_s=10)).launch()
+        await HostsLauncher(config).launch()
     except LaunchError as error:
         print(error)
 asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert "no worker answers at tcp://127.0.0.1:" in done.stdout, done.stderr
+    assert "which answers within launcher.attach_timeout_s (10 s)" in done.stdout
     assert "forge worker --address" in done.stdout
     assert done.returncode == 0, done.stderr
     assert "Unhandled" not in done.stderr

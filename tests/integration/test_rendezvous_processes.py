@@ -165,7 +165,8 @@ def test_a_launch_that_fails_leaves_no_meeting_point():
     from forge.errors import ForgeError
 
     async def fail() -> None:
-        async with forge.run(LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:1",), bind="192.0.2.1")):
+        hosts = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:1",), bind="192.0.2.1", insecure=True)
+        async with forge.run(hosts):
             pass
 
     with pytest.raises(ForgeError, match="cannot listen"):

@@ -20,6 +20,7 @@ from forge.config import ModelConfig
 from forge.generator.openai import exchanges_to_samples, read_exchanges
 from forge.models.locate import resolve
 from forge.models.tokenizer import ChatTokenizer
+from leftovers import processes_of
 
 LIMIT_S = 600
 SERVE = [sys.executable, "-m", "forge.cli", "serve"]
@@ -91,7 +92,7 @@ def talk(client: openai.OpenAI) -> list[Any]:
 
 def send_too_much(client: openai.OpenAI, pid: int) -> None:
     """Megabytes of text are refused, and what they took is given back."""
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    processes = [psutil.Process(pid), *processes_of(pid)]
     before = sum(process.memory_info().rss for process in processes)
     text = "Hello, world 12 " * 600_000
     for send in (

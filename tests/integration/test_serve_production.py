@@ -25,6 +25,7 @@ import pytest
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.models.tiny import make_tiny
 from forge.trainer.actor import Trainer
+from leftovers import processes_of
 from prometheus_text import parse
 
 LIMIT_S = 600
@@ -111,7 +112,7 @@ class Stream:
     """A long completion that is read on a thread; its first piece is there."""
 
     def __init__(self, url: str) -> None:
-        body = {"model": "sums", "prompt": "On", "max_tokens": 1000, "n": 4, "ignore_eos": True, "stream": True}
+        body = {"model": "sums", "prompt": "On", "max_tokens": 2000, "n": 4, "ignore_eos": True, "stream": True}
         parts = urllib.parse.urlsplit(url)
         self._line = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=LIMIT_S)
         self._line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -127,14 +128,18 @@ class Stream:
 
 def kill_one_of_two(url: str, parent: int) -> None:
     """Streams that have begun on the replica end with an error, and everything else goes on."""
+    victim, other = (replica_pid(parent, index) for index in range(2))  # it takes a while to look at every process
     streams = [Stream(url), Stream(url)]
+    for pid in (victim, other):
+        os.kill(pid, signal.SIGSTOP)  # no stream ends before there is a request of every kind
     clients = [threading.Thread(target=lambda: answers.append(complete(url, 900))) for _ in range(2)]
     answers: list[Any] = []
     for client in clients:
         client.start()
     while metrics(url)["forge_requests_in_flight"][()] < 4:
         pass
-    os.kill(replica_pid(parent, 0), signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
+    os.kill(other, signal.SIGCONT)
     ends = sorted(stream.end() for stream in streams)
     for client in clients:
         client.join(LIMIT_S)
@@ -150,7 +155,7 @@ def kill_one_of_two(url: str, parent: int) -> None:
 
 def replica_pid(parent: int, index: int) -> int:
     """The process of a generator."""
-    for process in psutil.Process(parent).children(recursive=True):
+    for process in processes_of(parent):
         try:
             if process.environ().get("FORGE_REPLICA") == str(index):
                 return int(process.pid)
@@ -184,7 +189,7 @@ def test_two_replicas_in_production(tmp_path: Path) -> None:
     others = [tmp_path / "second", tmp_path / "third"]
     for seed, folder in enumerate(others, start=1):
         make_tiny(folder, seed=seed, num_layers=2)
-    words = ("--num-replicas", "2", "--access-log", str(access), "generator.max_seq_len=1024", "serve.drain_s=600")
+    words = ("--num-replicas", "2", "--access-log", str(access), "generator.max_seq_len=2048", "serve.drain_s=600")
     with served(run, log, *words) as (running, url):
         assert ask(f"{url}/v1/models")[1]["data"][0]["id"] == "sums", "the run's name"
         assert ask(f"{url}/ready")[1] == {"status": "ready", "replicas": {"able": 2, "total": 2}}

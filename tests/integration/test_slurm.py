@@ -18,8 +18,9 @@ import yaml
 from attaching import Attached
 from forge.config import LauncherConfig, SlurmConfig
 from forge.errors import LaunchError
+from forge.runtime.hosts import HostTimings
 from forge.runtime.launchers import make_launcher
-from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state
+from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state, submission_environment
 from forge.runtime.sockets import TLS_VARIABLES
 from stand_in_programs import Programs
 
@@ -55,7 +56,8 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(**slurm: Any) -> LauncherConfig:
-    return LauncherConfig(kind="slurm", bind="10.0.0.1", slurm=SlurmConfig(**slurm))
+    wanted = SlurmConfig(**slurm)
+    return LauncherConfig(kind="slurm", bind="10.0.0.1", insecure=True, heartbeat_timeout_s=6.0, slurm=wanted)
 
 
 def plan(*states: str, nodes: str = "127.0.0.1\n") -> dict[str, list[dict[str, Any]]]:
@@ -111,6 +113,15 @@ def test_the_guide_shows_the_job_that_is_submitted() -> None:
     assert job_script(wanted, log_dir=home / "runs/slurm", python=str(home / ".venv/bin/python")) == shown
 
 
+def test_what_slurm_has_set_for_the_controllers_own_job_is_not_submitted() -> None:
+    """srun would take it for options."""
+    own = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": "300", "SLURMD_NODENAME": "n1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "rl", "HOME": "/root"}
+    assert submission_environment(own | kept) == kept
+    outside = kept | {"SLURM_CPU_BIND": "none"}
+    assert submission_environment(outside) == outside, "on a login node they are the user's"
+
+
 @pytest.mark.parametrize("name", ["slurm_smallest.sh", "slurm_every_option.sh"])
 def test_the_golden_scripts_are_shell(name: str) -> None:
     subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
@@ -160,6 +171,7 @@ def test_a_launch_waits_attaches_and_cancels_at_the_end(use: Any, caplog: pytest
     ]
     assert attach.addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.2:{port}"]
     assert (attach.bind, attach.num_releases) == ("10.0.0.1", 1)
+    assert attach.timings == HostTimings(heartbeat_timeout_s=6.0)
     assert clock.naps == [1.0, 2.0, 4.0, 8.0]
     said = [message for message in caplog.messages if " is " in message]
     assert said == [

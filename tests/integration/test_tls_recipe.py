@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
+from certificates import make_certificates, tls_environment
 
 PROGRAM = """
 import asyncio, os, ssl, sys
@@ -45,29 +42,11 @@ asyncio.run(main())
 """
 
 
-def recipe(name: str) -> str:
-    found = re.findall(rf"```bash\n# recipe: {name}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(found) == 1, f"the guide has one recipe `{name}`"
-    return str(found[0])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("openssl") is None:
-        pytest.skip("the recipe needs openssl")
     made = tmp_path_factory.mktemp("tls")
-    calls = [f"certificate {name} DNS:localhost,IP:127.0.0.1" for name in ("worker", "controller")]
-    script = "\n".join(["set -e", recipe("ca"), recipe("certificate"), *calls])
-    done = subprocess.run(["bash", "-c", script], cwd=made, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "worker.crt: OK" in done.stdout
-    assert (made / "worker.key").stat().st_mode & 0o077 == 0
+    make_certificates(made, dict.fromkeys(("worker", "controller"), "DNS:localhost,IP:127.0.0.1"))
     return made
-
-
-def environment(folder: Path, name: str) -> dict[str, str]:
-    files = {"CERT": f"{name}.crt", "KEY": f"{name}.key", "CA": "ca.crt"}
-    return {**os.environ, **{f"HYPERACTOR_TLS_{part}": str(folder / file) for part, file in files.items()}}
 
 
 @contextlib.contextmanager
@@ -77,7 +56,7 @@ def worker(folder: Path, address: str) -> Iterator[int]:
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "forge.cli", "worker", "--address", address],
-            stdout=subprocess.PIPE, stderr=file, text=True, env=environment(folder, "worker"),
+            stdout=subprocess.PIPE, stderr=file, text=True, env=tls_environment(folder, "worker"),
         )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -94,7 +73,7 @@ def test_a_run_over_mutual_tls_and_a_refusal(folder: Path, held_port: Callable[[
         with output.open("w") as file:
             done = subprocess.run(
                 [sys.executable, "-c", PROGRAM, *addresses],
-                stdout=file, stderr=file, env=environment(folder, "controller"), timeout=600,
+                stdout=file, stderr=file, env=tls_environment(folder, "controller"), timeout=600,
             )  # fmt: skip
         said = output.read_text()
         assert done.returncode == 0, said

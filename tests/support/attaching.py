@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forge.runtime.hosts import HostTimings
 from forge.runtime.launchers import Allocation
 
 
@@ -14,10 +15,11 @@ class Attached:
         self.error, self.release_error = error, release_error
         self.addresses: list[str] = []
         self.bind = ""
+        self.timings: HostTimings | None = None
         self.num_releases = 0
 
-    async def __call__(self, addresses: Sequence[str], *, bind: str) -> Allocation:
-        self.addresses, self.bind = list(addresses), bind
+    async def __call__(self, addresses: Sequence[str], *, bind: str, timings: HostTimings) -> Allocation:
+        self.addresses, self.bind, self.timings = list(addresses), bind, timings
         if self.error is not None:
             raise self.error
 

@@ -56,7 +56,8 @@ class Page:
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         return await answer
 
-    async def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    async def open(self, path: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a file, or an address."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -64,7 +65,7 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded.clear()
-        await self.call("Page.navigate", url=path.resolve().as_uri())
+        await self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         await self._loaded.wait()
 
     async def ask(self, expression: str) -> Any:
@@ -73,6 +74,16 @@ class Page:
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Wait until an expression is true; its value. The page may go to another one meanwhile."""
+        look = f"const found = ({expression}); if (found) done(found); else setTimeout(look, 15);"
+        while True:
+            try:
+                return await self.ask(f"new Promise((done) => {{ const look = () => {{ {look} }}; look(); }})")
+            except AssertionError as error:
+                if "navigated" not in str(error) and "context was destroyed" not in str(error):
+                    raise
 
     async def settled(self) -> None:
         """Wait until the browser has drawn what was asked for."""

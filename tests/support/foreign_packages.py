@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 GYMNASIUM: Final = ("gymnasium==1.4.0",)
+KUBERNETES_VALIDATE: Final = ("kubernetes-validate==1.37.0",)
 LM_EVAL: Final = ("lm-eval[api]==0.4.13", "transformers>=5.16.1,<5.20")
 MCP: Final = ("mcp==2.3.0",)
 MINI_SWE_AGENT: Final = ("mini-swe-agent==2.4.6", "mcp")
@@ -17,4 +18,15 @@ REASONING_GYM: Final = ("reasoning-gym==0.1.25",)
 TEXTARENA: Final = ("textarena==0.7.4",)
 VERIFIERS: Final = ("verifiers==0.4.0",)
 
-ALL: Final = (GYMNASIUM, LM_EVAL, MCP, MINI_SWE_AGENT, OPENAI_AGENTS, OPENENV, REASONING_GYM, TEXTARENA, VERIFIERS)
+ALL: Final = (
+    GYMNASIUM,
+    KUBERNETES_VALIDATE,
+    LM_EVAL,
+    MCP,
+    MINI_SWE_AGENT,
+    OPENAI_AGENTS,
+    OPENENV,
+    REASONING_GYM,
+    TEXTARENA,
+    VERIFIERS,
+)

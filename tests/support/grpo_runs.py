@@ -28,7 +28,7 @@ from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 from killing_sinks import HOLDING, holding
-from leftovers import is_running
+from leftovers import is_running, processes_of
 from local_services import services_here
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,8 @@ SMALL: Mapping[str, Any] = {
 
 def config(folder: Path, *overrides: str) -> GRPOConfig:
     """A run of a few steps on the tiny model, which takes seconds; overrides as on the command line."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    folders = [str(ROOT / "tests" / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
     path = folder.parent / f"{folder.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**SMALL, "run": {"name": folder.name, "output_dir": str(folder.parent)}}))
@@ -154,7 +155,7 @@ def run_app(folder: Path, *overrides: str, until: int | None = None, send: int =
     for line in program.stdout:
         told.append(line)
         if until is not None and line.startswith(HOLDING):
-            children = psutil.Process(program.pid).children(recursive=True)
+            children = processes_of(program.pid)
             os.kill(program.pid, send)
             if send != signal.SIGKILL:
                 pipe.write_text("")

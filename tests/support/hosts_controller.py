@@ -20,7 +20,7 @@ from actors import Worker
 from forge.cli import main as cli
 from forge.config import GRPOConfig, LauncherConfig
 from forge.errors import LaunchError, PlacementError
-from forge.loops.run_control import listening
+from forge.loops.run_control import RunCommands, listening
 from forge.loops.run_hosts import RunHosts
 from forge.loops.run_paths import run_dir
 from forge.loops.runtime_changes import with_changes
@@ -77,7 +77,7 @@ async def join_and_leave(service, addresses: list[str], folder: Path) -> dict[st
     hosts = RunHosts(cast(Any, SimpleNamespace(config=config, asked=None)), step=lambda: 3)
 
     async def ask(*words: str) -> int:
-        async with listening(run_dir(config), hosts.answer):
+        async with listening(run_dir(config), RunCommands(hosts.handlers).answer):
             return await asyncio.to_thread(cli, ["hosts", str(run_dir(config)), *words])
 
     async def places() -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+
+from leftovers import processes_of
 
 HOLDING = "holding after step"
 
@@ -34,22 +37,23 @@ class Hold:
 
 
 class KillTrainer:
-    """Kills the largest process below this one, which is the trainer, when a step is written."""
+    """Kills the largest rank of this process, which is the trainer, when a step is written."""
 
     def __init__(self, folder: Path, *, at_step: int) -> None:
         self._at_step = at_step
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         if step == self._at_step:
-            max(psutil.Process().children(recursive=True), key=_memory).kill()
+            max(processes_of(os.getpid()), key=_memory).kill()
 
     def close(self) -> None:
         pass
 
 
 def _memory(process: psutil.Process) -> int:
+    """The memory of a rank; others, such as the process that ranks are forks of, count as empty."""
     try:
-        return int(process.memory_info().rss)
+        return int(process.memory_info().rss) if "FORGE_LABEL" in process.environ() else 0
     except psutil.NoSuchProcess:  # it has ended meanwhile
         return 0
 

@@ -15,14 +15,27 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+_SERVER = "forge.runtime.fork_server"
 LIMIT_S = 60.0
 """How long a check waits for things to go. Only a test that fails waits that long."""
 
 
 def running_children() -> list[psutil.Process]:
-    """The processes that this one started, directly or not. Python's own tracker of shared memory, which any test may
-    have started and which ends with this process, does not count."""
+    """The processes that this one started, directly or not. Python's own tracker of shared memory and the fork servers
+    that tests share, which any test may have started and which end with this process, do not count."""
     return [child for child in psutil.Process().children(recursive=True) if is_running(child)]
+
+
+def processes_of(controller: int) -> list[psutil.Process]:
+    """Return what a controller started, directly or not, with the ranks that are forks of servers that tests share."""
+    below = psutil.Process(controller).children(recursive=True)
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("FORGE_OWNER_PID") == str(controller):
+                below += [process, *process.children(recursive=True)]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile
+            continue
+    return list(dict.fromkeys(below))
 
 
 def lasting_children(before: Iterable[psutil.Process] = (), *, limit_s: float = LIMIT_S) -> list[str]:
@@ -48,7 +61,10 @@ def _command_line(process: psutil.Process) -> str:
 
 def is_running(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        line = process.cmdline()
+        return not ("resource_tracker" in " ".join(line) or (_SERVER in line and line[-1] == str(os.getpid())))
     except psutil.NoSuchProcess:
         return False
 

@@ -8,8 +8,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 import forge
 from forge import Agent, Episode, Fault, Task
 
@@ -63,9 +61,7 @@ async def kill_once(marker: str, *, victim: str, checkpoint: str | None) -> None
     Path(marker).touch()
     while checkpoint is not None and not Path(checkpoint).exists():  # noqa: ASYNC110 - of another process
         await asyncio.sleep(0.01)
-    ancestors = psutil.Process().parents()
-    controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
-    os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
+    os.kill(os.getpid() if victim == "worker" else int(os.environ["FORGE_OWNER_PID"]), signal.SIGKILL)
 
 
 @forge.episode(deterministic=True)

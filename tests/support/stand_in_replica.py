@@ -8,7 +8,8 @@ from typing import Any
 
 from forge.service.records import Health, Request
 from forge.service.routing import round_robin
-from forge.service.routing_table import Entry, RoutingTable, Target
+from forge.service.routing_table import RoutingTable
+from forge.service.targets import Entry, Target
 
 LIMIT_S = 600
 

@@ -14,12 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from forge.errors import ConfigError
+from forge.runtime.jobs import (
+    claim_mounts,
+    claim_volumes,
+    headless_service,
+    is_loopback,
+    log_pattern,
+    make_log_dir,
+    object_name,
+    tls_mounts,
+    tls_variables,
+    tls_volumes,
+)
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
 
 _STOPPED: Final = 143
 _RUNS: Final = "/runs"
+_CONTROLLER: Final = "-controller"
+_CONTROLLER_HOST: Final = "controller"
+_JOB_LABEL: Final = "forge-job"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,6 +66,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--claim", metavar="NAME", required=True, help="persistent volume claim for the run's folder"
     )
     kubernetes.add_argument(
+        "--service-account",
+        metavar="NAME",
+        help="service account of the controller's pod, which may need rights that workers do not "
+        "(launcher.kubernetes.service_account)",
+    )
+    kubernetes.add_argument(
         "--backoff-limit", metavar="N", type=int, default=6, help="failed pods before the Job fails (6)"
     )
     kubernetes.set_defaults(handler=_kubernetes)
@@ -77,6 +98,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
             repair="set launcher.kind=slurm: the job then holds the controller, which submits another for its workers",
         )
     words = [str(arguments.script), *arguments.rest]
+    make_log_dir(launcher.slurm.log_dir)
     print(slurm_script(launcher, words, grace_s=arguments.grace, max_requeues=arguments.max_requeues), end="")
     return 0
 
@@ -95,11 +117,23 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
             rule="an image with this library and your program",
             repair="add launcher.kubernetes.image=REGISTRY/NAME:TAG",
         )
+    taken = next((name for name, path in launcher.kubernetes.claims.items() if path == _RUNS), arguments.claim)
+    if taken != arguments.claim:
+        raise ConfigError(
+            f"two claims would be mounted at {_RUNS}",
+            path="--claim",
+            value=arguments.claim,
+            rule=f"`{taken}`, which launcher.kubernetes.claims mounts there",
+            repair=f"--claim {taken}, or mount that one elsewhere",
+        )
     words = [str(arguments.script), *arguments.rest]
-    found = kubernetes_job(
+    if arguments.service_account is not None:
+        chosen = launcher.kubernetes.model_copy(update={"service_account": arguments.service_account})
+        launcher = launcher.model_copy(update={"kubernetes": chosen})
+    found = kubernetes_objects(
         launcher, words, grace_s=arguments.grace, backoff_limit=arguments.backoff_limit, claim=arguments.claim
     )
-    print(write_yaml(found), end="")
+    print("---\n".join(write_yaml(each) for each in found), end="")
     return 0
 
 
@@ -147,24 +181,18 @@ def _launcher(arguments: argparse.Namespace) -> LauncherConfig:
 # ---- SLURM ----------------------------------------------------------------------------------------------------------
 
 _BODY: Final = """\
-asked=0 status=127
-trap 'asked=1 interrupted=1; kill -TERM "$run" 2>/dev/null' TERM
-{command} &
-run=$!
-[ "$asked" -eq 0 ] || kill -TERM "$run"
-while interrupted=0; do
-    wait "$run"
-    code=$?
-    [ "$code" -eq 127 ] || status=$code
-    [ "$interrupted" -eq 1 ] || break
-done
-if [ "$asked" -eq 1 ] && [ "$status" -eq {stopped} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ]; then
+trap : TERM
+srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none {command}
+status=$?
+if [ "$status" -eq {stopped} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ]; then
     case "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T </dev/null)" in
         RUNNING | PREEMPTED) scontrol requeue "$SLURM_JOB_ID" </dev/null ;;
     esac
 fi
 exit "$status"
 """
+_BIND: Final = ' "launcher.bind=${SLURMD_NODENAME:-$(hostname)}"'
+"""The node on which the controller's job runs is known only there."""
 
 
 def slurm_script(
@@ -172,9 +200,10 @@ def slurm_script(
 ) -> str:
     """Return a script for sbatch that runs a program and queues itself again.
 
-    SLURM sends SIGTERM to the script `grace_s` seconds before the time limit, or when the job is preempted. The script
-    passes it on, waits until the run has saved, and asks for its requeue, unless the job was cancelled: then its state
-    is COMPLETING. With `launcher.kind` slurm the job holds the controller alone, whose own job has the GPUs.
+    The program is a step of the job, because SLURM sends SIGTERM to steps alone: `grace_s` seconds before the time
+    limit, and when the job is preempted with a grace time. When the run has saved and ended with 143, the script asks
+    for its requeue, unless the job was cancelled: then its state is COMPLETING. With `launcher.kind` slurm the job
+    holds the controller alone, whose own job has the GPUs.
     """
     slurm, is_local = config.slurm, config.kind == "local"
     options = [f"--job-name={config.job_name}{'' if is_local else '-controller'}", "--nodes=1", "--ntasks-per-node=1"]
@@ -184,65 +213,86 @@ def slurm_script(
     options += [f"--{name}={shlex.quote(value)}" for name, value in named.items() if value is not None]
     if slurm.exclusive and is_local:
         options += ["--exclusive", "--mem=0"]
-    options += ["--requeue", "--open-mode=append", f"--signal=B:TERM@{grace_s}"]
-    options += [f"--output={shlex.quote(str(slurm.log_dir).replace('%', '%%') + '/%x-%j.log')}"]
+    options += ["--requeue", "--open-mode=append", f"--signal=TERM@{grace_s}"]
+    options += [f"--output={shlex.quote(log_pattern(slurm.log_dir))}"]
     options += slurm.extra_sbatch if is_local else ()
-    command = [python, "-m", "forge.cli", "run", "--supervise", *words, f"checkpointing.grace_s={grace_s}"]
-    body = _BODY.format(command=shlex.join(command), stopped=_STOPPED, max_requeues=max_requeues)
+    command = shlex.join([python, "-m", "forge.cli", "run", "--supervise", *words, f"checkpointing.grace_s={grace_s}"])
+    command += _BIND if config.kind == "slurm" and is_loopback(config.bind) else ""
+    body = _BODY.format(command=command, stopped=_STOPPED, max_requeues=max_requeues)
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", body])
 
 
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------
 
 
-def kubernetes_job(
+def kubernetes_objects(
     config: LauncherConfig, words: Sequence[str], *, grace_s: int, backoff_limit: int, claim: str
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Return a Job that runs a program in one pod, and in another one after the first was preempted or failed.
 
     Pods that the cluster itself ends (preemption, a drained node) do not count towards `backoff_limit`; invalid input,
-    exit code 2, fails the Job at once.
+    exit code 2, fails the Job at once. With TLS, workers must find the controller by a name that its certificate has:
+    a headless Service before the Job gives it one.
     """
-    wanted, is_local = config.kubernetes, config.kind == "local"
-    command = ["forge", "run", "--supervise", *words]
-    command += [f"checkpointing.grace_s={grace_s}", f"run.output_dir={_RUNS}"]
-    container: dict[str, Any] = {
-        "name": "controller",
-        "image": wanted.image,
-        "command": command if is_local else [*command, "launcher.bind=$(POD_IP)"],
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
-        "volumeMounts": [{"name": "runs", "mountPath": _RUNS}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
-    }
-    if wanted.gpus_per_host and is_local:
-        container["resources"] = {"limits": {"nvidia.com/gpu": wanted.gpus_per_host}}
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace_s,
-        "containers": [container],
-        "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    if wanted.service_account is not None:
-        pod["serviceAccountName"] = wanted.service_account
-    elif is_local:
-        pod["automountServiceAccountToken"] = False
-    name = f"{config.job_name}-controller".lower().replace("_", "-").replace(".", "-")
+    wanted, name = config.kubernetes, object_name(config.job_name, _CONTROLLER)
+    has_name = config.kind != "local" and wanted.tls_secret is not None
     labels = {**wanted.labels, "app.kubernetes.io/name": "torchforge"}
+    metadata = {"name": name, "namespace": wanted.namespace, "labels": labels}
+    pod = _pod(config, words, grace_s=grace_s, claim=claim)
+    if has_name:
+        labels = {**labels, _JOB_LABEL: name}
+        pod |= {"hostname": _CONTROLLER_HOST, "subdomain": name}
     invalid = {"containerName": "controller", "operator": "In", "values": [2]}
-    return {
+    job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": wanted.namespace, "labels": labels},
+        "metadata": metadata,
         "spec": {
             "backoffLimit": backoff_limit,
             "podFailurePolicy": {
                 "rules": [
-                    {"action": "FailJob", "onExitCodes": invalid},
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                    # The schemas of older clusters require the empty list and the status, which have defaults.
+                    {"action": "FailJob", "onExitCodes": invalid, "onPodConditions": []},
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]
             },
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
+    return [headless_service(metadata, {_JOB_LABEL: name}, port=wanted.port), job] if has_name else [job]
+
+
+def _pod(config: LauncherConfig, words: Sequence[str], *, grace_s: int, claim: str) -> dict[str, Any]:
+    """The pod of a program: all of the run, or its controller alone."""
+    wanted, is_local = config.kubernetes, config.kind == "local"
+    claims = {**wanted.claims, claim: _RUNS}
+    tls = None if is_local else wanted.tls_secret
+    command = ["forge", "run", "--supervise", *words]
+    command += [f"checkpointing.grace_s={grace_s}", f"run.output_dir={_RUNS}"]
+    if tls is not None:
+        name = object_name(config.job_name, _CONTROLLER)
+        command.append(f"launcher.bind={_CONTROLLER_HOST}.{name}.{wanted.namespace}.svc")
+    elif not is_local:
+        command.append("launcher.bind=$(POD_IP)")
+    memory = {"name": "shared-memory", "mountPath": "/dev/shm"}
+    container: dict[str, Any] = {
+        "name": "controller",
+        "image": wanted.image,
+        "command": command,
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}, *tls_variables(tls)],
+        "volumeMounts": [*claim_mounts(claims), memory, *tls_mounts(tls)],
+    }
+    if wanted.gpus_per_host and is_local:
+        container["resources"] = {"limits": {"nvidia.com/gpu": wanted.gpus_per_host}}
+    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace_s,
+        "containers": [container],
+        "volumes": [*claim_volumes(claims), shared_memory, *tls_volumes(tls)],
+    }
+    if wanted.service_account is not None:
+        pod["serviceAccountName"] = wanted.service_account
+    elif is_local:
+        pod["automountServiceAccountToken"] = False
+    return pod

@@ -23,6 +23,9 @@ _KEYS = {
     "host": "serve.host",
     "port": "serve.port",
     "api_key": "serve.api_key",
+    "tls_cert": "serve.tls_cert",
+    "tls_key": "serve.tls_key",
+    "insecure": "serve.insecure",
     "record": "serve.record",
     "model_name": "serve.model_name",
     "access_log": "serve.access_log",
@@ -49,6 +52,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--api-key",
         metavar="KEY",
         help="API key that requests must send; prefer FORGE_API_KEY, because others can see command lines",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate for HTTPS, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    parser.add_argument(
+        "--insecure", action="store_true", default=None, help="allow plain HTTP on an address other than loopback"
     )
     parser.add_argument("--record", metavar="FILE", help="a .jsonl file to append every exchange to")
     parser.add_argument("--model-name", metavar="NAME", help="name under /v1/models; default: the folder's or run's")

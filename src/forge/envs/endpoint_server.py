@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from forge.envs.chat_api.errors import Connection, JsonErrorRunner, RequestError, json_errors
+from forge.envs.chat_api.listening import HttpListener, admit, bind
 from forge.envs.chat_api.requests import bearer_key, wrong_key
 from forge.envs.endpoint_listener import SandboxListener
 
@@ -68,6 +69,7 @@ class EndpointServer:
             raise wrong_key()
         handler = self._open.get(key)
         if handler is not None:
+            admit(request)
             return handler
         given = key.removeprefix("sk-forge-").encode("utf-8", "surrogateescape")
         nonce, signature = given[:32], given[32:]
@@ -119,10 +121,13 @@ async def _serve() -> AsyncGenerator[EndpointServer, None]:
     app.router.add_get("/v1/models/{name:.+}", routes.model)
     await runner.setup()
     try:
-        await web.TCPSite(runner, _HOST, 0).start()
         assert runner.server is not None
-        routes.server = EndpointServer(int(runner.addresses[0][1]), runner.server)
-        yield routes.server
+        listener = HttpListener(runner, bind(_HOST, 0))
+        try:
+            routes.server = EndpointServer(listener.port, runner.server)
+            yield routes.server
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
         _servers.pop(asyncio.get_running_loop(), None)

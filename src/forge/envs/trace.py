@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 from forge.types import Turn
@@ -32,7 +33,8 @@ class Row:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the engine received and sampled, in order."""
-        return tuple(token for turn in self.turns for part in (turn.context_ids, turn.token_ids) for token in part)
+        parts = ((turn.context_ids, turn.token_ids) for turn in self.turns)
+        return tuple(chain.from_iterable(chain.from_iterable(parts)))
 
     def sampled_spans(self) -> Iterator[tuple[int, int, Turn, bool]]:
         """Yield (start, end, turn, whether it counts) for the sampled tokens of each turn."""

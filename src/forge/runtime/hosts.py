@@ -15,21 +15,27 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
 from forge.errors import LaunchError
-from forge.runtime.backend import OWNED, Actor, Channel, Port, default_bootstrap_cmd, monarch_actor, this_host
+from forge.runtime.backend import Actor, Channel, Port, monarch_actor, this_host
+from forge.runtime.forking import ForkPoint, ForkServers
 from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
 from forge.runtime.rank_main import GROUP, RANK
+
+if TYPE_CHECKING:
+    from forge.config import LauncherConfig
 
 _log = logging.getLogger("forge.runtime")
 
 HANDOVER_S = 5.0
 """How long a controller waits for a worker whose last run has just ended."""
+_ANSWER_S: Final = 5.0
+_PRELOAD_S: Final = 120.0
+"""How long a host may take to import what its ranks need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,9 @@ class ProcessWatch(Protocol):
 
     async def free_port(self) -> int: ...
 
+    async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
+        """Return where ranks with these variables and modules are forked; None if they start by themselves."""
+
     async def close(self) -> None: ...
 
 
@@ -125,6 +134,7 @@ class LocalWatch:
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
+        self._fork_servers = ForkServers()
 
     async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -165,7 +175,11 @@ class LocalWatch:
     async def free_port(self) -> int:
         return free_port("127.0.0.1")
 
+    async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
+        return await self._fork_servers.find(variables, preload)
+
     async def close(self) -> None:
+        self._fork_servers.close()
         loop = asyncio.get_running_loop()
         for pid in list(self._fds):
             self._forget(pid, loop)
@@ -187,6 +201,26 @@ async def is_released(name: str, wait_s: float = HANDOVER_S) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class HostTimings:
+    """How soon the loss of a host, or of the controller, is believed: the keys of `launcher` with these names."""
+
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 5.0
+    lease_s: float = 8.0
+    attach_timeout_s: float = 60.0
+
+    @classmethod
+    def of(cls, config: LauncherConfig) -> Self:
+        """Return the timings that a configuration asks for."""
+        return cls(config.heartbeat_s, config.heartbeat_timeout_s, config.lease_s, config.attach_timeout_s)
+
+    @property
+    def answer_s(self) -> float:
+        """How long an answer of a host may take that is not one to a heartbeat."""
+        return max(_ANSWER_S, self.heartbeat_timeout_s)
+
+
 class HostAgent(Actor):  # type: ignore[misc]
     """Runs in a process of its own on a remote host: facts, deaths, kills, and a lease on the controller's life."""
 
@@ -202,10 +236,11 @@ class HostAgent(Actor):  # type: ignore[misc]
     @monarch_actor.endpoint
     async def describe(self) -> HostFacts | None:
         """Return what this host has; None if another controller uses it."""
-        self._last_heard = time.monotonic()
         name = f"\0forge-host-{os.getppid()}"
-        if not (self._claims(name) or (await is_released(name) and self._claims(name))):
+        held_s = max(HANDOVER_S, self._lease_s)
+        if not (self._claims(name) or (await is_released(name, held_s) and self._claims(name))):
             return None
+        self._last_heard = time.monotonic()  # the wait may have taken the whole lease
         self._guard = asyncio.create_task(self._end_when_abandoned())
         return local_facts()
 
@@ -262,6 +297,10 @@ class HostAgent(Actor):  # type: ignore[misc]
     async def free_port(self) -> int:
         return free_port()
 
+    @monarch_actor.concurrent_endpoint  # imports take long: heartbeats are answered meanwhile
+    async def fork_point(self, variables: dict[str, str], preload: tuple[str, ...]) -> ForkPoint | None:
+        return await self._watch.fork_point(variables, preload)
+
     def _handle_undeliverable_message(self, message: object) -> bool:
         return True
 
@@ -282,12 +321,12 @@ class AgentWatch:
         """Tell the agent where to report, before anything else."""
         await self._ask(self._agent.connect.call_one(self._port))
 
-    async def _ask(self, reply: Any) -> Any:
+    async def _ask(self, reply: Any, *, timeout_s: float | None = None) -> Any:
         """Return the agent's answer; a host that is lost, or does not answer in time, is a `LaunchError`."""
-        answer = reply.as_asyncio()
+        answer, limit_s = reply.as_asyncio(), timeout_s or self._timings.answer_s
         lost = asyncio.create_task(self._lost.wait())
         try:
-            await asyncio.wait({answer, lost}, timeout=self._timings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and answer.exception() is None:
                 return answer.result()
         finally:
@@ -316,7 +355,7 @@ class AgentWatch:
             self._agent.ping.broadcast()
             for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._heard.wait(), self._timings.timeout_s / 2)
+                    await asyncio.wait_for(self._heard.wait(), self._timings.heartbeat_timeout_s / 2)
             if not self._heard.is_set():
                 break
         _log.warning("host %s does not answer its heartbeat and is treated as lost", self._host.name)
@@ -342,6 +381,11 @@ class AgentWatch:
     async def free_port(self) -> int:
         return int(await self._ask(self._agent.free_port.call_one()))
 
+    async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
+        asked = self._agent.fork_point.call_one(dict(variables), tuple(preload))
+        point: ForkPoint | None = await self._ask(asked, timeout_s=_PRELOAD_S)
+        return point
+
     async def close(self) -> None:
         if self._is_closed:
             return
@@ -350,17 +394,7 @@ class AgentWatch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self._lost.is_set():
-            await asyncio.wait_for(self._procs.stop(), self._timings.timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class HostTimings:
-    """How soon the loss of a host, or of the controller, is believed."""
-
-    heartbeat_s: float = 1.0
-    timeout_s: float = 5.0
-    lease_s: float = 8.0
-    attach_s: float = 60.0
+            await asyncio.wait_for(self._procs.stop(), self._timings.answer_s)
 
 
 class Host:
@@ -395,55 +429,6 @@ class Host:
 def local_host() -> Host:
     """Return the controller's own machine."""
     return Host("local", this_host(), address="127.0.0.1", facts=local_facts())
-
-
-async def attach_host(worker: str, timings: HostTimings) -> Host:
-    """Join a host on which `forge worker` listens at `worker` (such as `tcp://10.0.0.7:22222`)."""
-    notice = asyncio.get_running_loop().call_later(
-        2.0, _log.warning, "waiting for the worker at %s, for up to %g s", worker, timings.attach_s
-    )
-    mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
-    try:
-        async with asyncio.timeout(timings.attach_s):
-            await mesh.initialized
-            command = default_bootstrap_cmd()
-            command.args = ["-m", "forge.runtime.rank_main"]
-            procs = mesh.spawn_procs(name=f"{OWNED}-agent", bootstrap_command=command)
-            agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
-            facts: HostFacts | None = await agent.describe.call_one()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the worker cannot be used
-        raise LaunchError(
-            f"no worker answers at {worker}" + (f": {error}" if str(error) else ""),
-            path="launcher.hosts",
-            value=worker,
-            rule=f"every address is that of a running `forge worker`, which answers within {timings.attach_s:g} s",
-            repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
-        ) from None
-    finally:
-        notice.cancel()
-    if facts is None:
-        await asyncio.wait_for(procs.stop(), timings.timeout_s)
-        raise LaunchError(
-            f"the worker at {worker} serves another controller",
-            path="launcher.hosts",
-            value=worker,
-            rule="a worker serves one controller at a time",
-            repair="wait for that run to end, or start another `forge worker` on another port",
-        )
-    host = Host(worker, mesh, address=urlsplit(worker).hostname or "127.0.0.1", facts=facts)
-    host.watch = watch = AgentWatch(host, agent, procs, timings)
-    await watch.connect()
-    return host
-
-
-async def let_go(host: Host, timings: HostTimings) -> None:
-    """Shut a host's worker down; `forge worker` starts a fresh one for the next run."""
-    try:
-        await host.watch.close()  # before the worker ends: a heartbeat to one that is gone would come back as a fault
-        if not host.is_lost:
-            await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
-    except Exception as error:  # noqa: BLE001 - it ends by itself when the controller falls silent
-        _log.warning("host %s did not confirm its release: %s", host.name, type(error).__name__)
 
 
 def joint_mesh(hosts: Sequence[Host]) -> Any:

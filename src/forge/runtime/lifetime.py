@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from forge.errors import LaunchError
 from forge.runtime import rendezvous
@@ -21,14 +21,18 @@ from forge.runtime.backend import install_fault_hook, stop_client, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
-from forge.runtime.hosts import Host, local_host
+from forge.runtime.hosts import Host, HostTimings, local_host
 from forge.runtime.membership import Membership
+from forge.runtime.rank_main import GROUP
 from forge.runtime.replies import stop_replies
+from forge.runtime.worker import wait_for_name
 
 if TYPE_CHECKING:
     from forge.config import ForgeConfig, LauncherConfig
 
 _log = logging.getLogger("forge.runtime")
+_POD_NAME_S: Final = 60.0
+"""How long the name of a controller's own pod may take to become known."""
 
 
 class Block:
@@ -80,13 +84,17 @@ class Runtime:
             _close_at_exit()
             self._membership = Membership((local_host(),))
             return
-        from forge.runtime.launchers import launch
+        from forge.runtime.launchers import check_launcher, launch
 
-        await rendezvous.open_server(launcher.bind)
+        check_launcher(launcher)
+        if launcher.kind == "kubernetes":
+            await asyncio.to_thread(wait_for_name, f"//{launcher.bind}", _POD_NAME_S)
+        await rendezvous.open_server(launcher.bind, insecure=launcher.insecure)
         install_fault_hook()
         allocation = await launch(launcher)
         _close_at_exit()
-        self._membership = Membership(allocation.hosts, release=allocation.release)
+        timings = HostTimings.of(launcher)
+        self._membership = Membership(allocation.hosts, release=allocation.release, timings=timings)
 
     @property
     def is_open(self) -> bool:
@@ -195,7 +203,8 @@ def _close_at_exit() -> None:
     runs before Monarch's own handler."""
 
     def close() -> None:
-        if _runtime is not None and _runtime.pid == os.getpid():
+        is_rank = GROUP in os.environ  # what it has left ends with it, and Monarch serves it no longer
+        if _runtime is not None and _runtime.pid == os.getpid() and not is_rank:
             with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
                 control().start(_runtime.close()).result(timeout=10)
         stop_replies()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError, PlacementError, did_you_mean
-from forge.runtime.hosts import Host, HostTimings, attach_host, let_go
+from forge.runtime.attach import attach_host, let_go
+from forge.runtime.hosts import Host, HostTimings
 
 if TYPE_CHECKING:
     from forge.runtime.group import GroupSpec

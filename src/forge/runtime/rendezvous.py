@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.runtime.control import control
+from forge.runtime.exposure import INSECURE
 from forge.runtime.rendezvous_client import Connection, open_connections
 from forge.runtime.rendezvous_server import REGISTRIES, Registry, RendezvousServer, Session
 from forge.runtime.sockets import ConnectionFailure
@@ -40,6 +41,7 @@ __all__ = [
     "connect",
     "environment",
     "host_id",
+    "is_insecure",
     "is_server_open",
     "open_environment",
     "open_server",
@@ -64,6 +66,7 @@ class _Run:
     id: str
     secret: bytes
     addresses: tuple[str, ...] = ()
+    is_insecure: bool = False
 
 
 def _inherited() -> _Run | None:
@@ -71,7 +74,8 @@ def _inherited() -> _Run | None:
     if not addresses or not secret:
         return None
     try:
-        return _Run(os.environ.get(RUN, ""), bytes.fromhex(secret), tuple(addresses.split()))
+        is_insecure = os.environ.get(INSECURE) == "1"
+        return _Run(os.environ.get(RUN, ""), bytes.fromhex(secret), tuple(addresses.split()), is_insecure)
     except ValueError:
         raise ConnectionFailure(
             "the run's secret cannot be read",
@@ -144,7 +148,7 @@ def open_environment(*, is_remote: bool = False) -> dict[str, str]:
     addresses = run.addresses  # a root has its Unix socket first, and a rank what is best where it is
     if is_remote:
         addresses = tuple(sorted(addresses, key=lambda address: not address.startswith("tcp:")))
-    return {RENDEZVOUS: " ".join(addresses), RUN: run.id}
+    return {RENDEZVOUS: " ".join(addresses), RUN: run.id, INSECURE: "1" if run.is_insecure else "0"}
 
 
 def secret_environment() -> dict[str, str]:
@@ -185,7 +189,12 @@ def _reachable() -> _Run:
             )
         server = control().start(open_server()).result()
         assert server is not None  # this process is a root
-    return _Run(server.run_id, server.secret, server.addresses)
+    return _Run(server.run_id, server.secret, server.addresses, server.is_insecure)
+
+
+def is_insecure() -> bool:
+    """Return whether the user allows plain TCP between the machines of this run (`launcher.insecure`)."""
+    return _reachable().is_insecure
 
 
 def is_server_open() -> bool:
@@ -193,7 +202,7 @@ def is_server_open() -> bool:
     return _server is not None
 
 
-async def open_server(bind: str | None = None) -> RendezvousServer | None:
+async def open_server(bind: str | None = None, *, insecure: bool = False) -> RendezvousServer | None:
     """Open the rendezvous server of a root, and with `bind` also listen on that TCP address. On the control loop.
 
     An open server stays. A process that belongs to another process's run has none: None.
@@ -209,7 +218,7 @@ async def open_server(bind: str | None = None) -> RendezvousServer | None:
             _close_at_exit()
             _server = server
         if bind is not None:
-            await _server.open_tcp(bind)
+            await _server.open_tcp(bind, insecure=insecure)
         return _server
 
 
@@ -244,7 +253,7 @@ def _after_fork() -> None:
     for connection in list(open_connections):
         connection.abandon()
     if _server is not None:
-        _member = _Run(_server.run_id, _server.secret, _server.addresses)
+        _member = _Run(_server.run_id, _server.secret, _server.addresses, _server.is_insecure)
         _server.abandon()
     _server = _own = None
 

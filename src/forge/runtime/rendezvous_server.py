@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol, cast
 
 from forge.runtime import framing, sockets
+from forge.runtime.accepting import Acceptor, RefusalCount
 from forge.runtime.rendezvous_client import CANCEL, CLOSE, ERROR, JOIN, NOTIFY, PUSH, REPLY, REQUEST
 from forge.runtime.serialization import as_remote, decode, encode
 from forge.runtime.sockets import ConnectionFailure
@@ -81,12 +82,14 @@ class RendezvousServer:
         self, secret: bytes, *, run_id: str = "", openers: Mapping[str, str | Callable[[], Registry]] = REGISTRIES
     ) -> None:
         self.secret, self.run_id, self.pid = secret, run_id, os.getpid()
+        self.is_insecure = False
         self.connections: set[_Connection] = set()
         self.leaving: set[asyncio.Task[None]] = set()
         self.session_ids = itertools.count(1)
         self._openers = openers
         self._registries: dict[str, asyncio.Task[Registry]] = {}
-        self._listeners: list[tuple[asyncio.Server, socket.socket]] = []
+        self._listeners: list[tuple[Acceptor, socket.socket]] = []
+        self.refusals = RefusalCount("connections to the rendezvous server", _log)
         self._binds: set[str] = set()
         self._addresses: list[str] = []
         self._check: asyncio.TimerHandle | None = None
@@ -100,8 +103,12 @@ class RendezvousServer:
         """Listen for the processes of this machine."""
         await self._listen(f"unix:@forge-{self.run_id}-{secrets.token_hex(8)}")
 
-    async def open_tcp(self, bind: str) -> None:
-        """Listen for processes of other hosts too, on the address `bind` of this machine and a free port."""
+    async def open_tcp(self, bind: str, *, insecure: bool = False) -> None:
+        """Listen for processes of other hosts too, on the address `bind` of this machine and a free port.
+
+        `insecure` allows an address that other machines can reach without TLS, here and in the processes of the run.
+        """
+        self.is_insecure = self.is_insecure or insecure
         if bind not in self._binds:
             await self._listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
             self._binds.add(bind)
@@ -109,13 +116,10 @@ class RendezvousServer:
                 self._check_peers()
 
     async def _listen(self, address: str) -> None:
-        loop = asyncio.get_running_loop()
         tls = sockets.tls_context(server_side=True) if address.startswith("tcp:") else None
-        sock = sockets.listen(address)
-        options: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S} if tls else {}
-        make = loop.create_server if address.startswith("tcp:") else loop.create_unix_server
-        server = await make(lambda: _Connection(self), sock=sock, backlog=1024, **options)
-        self._listeners.append((server, sock))
+        sock = sockets.listen(address, insecure=self.is_insecure)
+        acceptor = Acceptor(sock, lambda: _Connection(self, acceptor), tls=tls, limit_s=HANDSHAKE_S)
+        self._listeners.append((acceptor, sock))
         self._addresses.insert(1, sockets.address_of(sock))
 
     def _check_peers(self) -> None:
@@ -153,8 +157,9 @@ class RendezvousServer:
         """Announce the end, process what was already sent, end every session, and close the registries."""
         if self._check is not None:
             self._check.cancel()
-        for server, _ in self._listeners:
-            server.close()
+        for acceptor, sock in self._listeners:
+            acceptor.close()
+            sock.close()
         for connection in list(self.connections):
             connection.announce_close()
         await self._until_all_left()
@@ -186,13 +191,13 @@ class RendezvousServer:
 class _Connection(asyncio.BufferedProtocol):
     """The server's side of a connection: handshake, then a join, then requests."""
 
-    def __init__(self, server: RendezvousServer) -> None:
-        self._server = server
+    def __init__(self, server: RendezvousServer, acceptor: Acceptor) -> None:
+        self._server, self._acceptor = server, acceptor
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._challenge: sockets.ServerHandshake | None = sockets.ServerHandshake(server.secret)
+        self._challenge = sockets.ServerHandshake(server.secret)
         self._handshake, self._num_received = bytearray(sockets.RESPONSE_SIZE), 0
-        self._reader = framing.FrameReader()
+        self._reader: framing.FrameReader | None = None  # its memory is for peers that have authenticated
         self._outbox: deque[bytes | memoryview] = deque()
         self._backlog, self._is_paused = 0, False
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -207,30 +212,30 @@ class _Connection(asyncio.BufferedProtocol):
             sockets.tune(self._sock)
             sockets.check_peer(self._sock)
         except OSError as error:  # a ConnectionFailure is one
-            _log.warning("a connection was refused: %s", error)
+            self._server.refusals.add(error)
             self.abort()
             return
         self._transport.set_write_buffer_limits(high=4 * framing.CHUNK)
-        if self._challenge is not None:
-            self._transport.write(self._challenge.hello)
+        self._transport.write(self._challenge.hello)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._challenge is not None:
+        if self._reader is None:
             return memoryview(self._handshake)[self._num_received :]
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            if self._challenge is None:
+            if self._reader is not None:
                 for kind, number, body in self._reader.advance(nbytes):
                     self._take(kind, number, body)
                 return
             self._num_received += nbytes
             if self._num_received == sockets.RESPONSE_SIZE:
                 self._transport.write(self._challenge.welcome(bytes(self._handshake)))
-                self._challenge = None
+                self._reader = framing.FrameReader()
+                self._acceptor.admit(self)
         except ConnectionFailure as error:
-            _log.warning("a connection was closed: %s", error.message)
+            self._server.refusals.add(error.message)
             self.abort()
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
@@ -313,6 +318,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._join_timer.cancel()
+        self._acceptor.admit(self)
         self._outbox.clear()
         self._server.connections.discard(self)
         tasks = list(self._tasks.values())

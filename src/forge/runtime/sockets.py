@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from forge.errors import ForgeError, LaunchError
+from forge.runtime.exposure import check_exposure
 
 TLS_VARIABLES: Final = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 LOST_S: Final = 6
@@ -62,9 +63,21 @@ def _proof(secret: bytes, side: bytes, admitting: bytes, dialling: bytes) -> byt
     return hmac.digest(secret, b"forge line " + side + b"\0" + admitting + dialling, "sha256")
 
 
-def listen(address: str) -> socket.socket:
-    """Return a listening socket at `unix:@name` (Linux abstract name) or `tcp:HOST:PORT` (port 0: any free one)."""
+def listen(address: str, *, insecure: bool = False) -> socket.socket:
+    """Return a listening socket at `unix:@name` (Linux abstract name) or `tcp:HOST:PORT` (port 0: any free one).
+
+    Raise `InsecureBindError` for an address that other machines can reach, unless there is TLS or `insecure` is set.
+    """
     place = _parse(address)
+    if not (insecure or isinstance(place, str) or tls_context(server_side=True)):
+        check_exposure(
+            place[0],
+            what="a port of this run",
+            path=address,
+            value=place[0],
+            repair=f"set {', '.join(TLS_VARIABLES)} (docs/guides/security.md), or launcher.insecure=true on a network "
+            "where you trust every machine and user",
+        )
     try:
         if isinstance(place, str):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,8 +1,9 @@
 """`python -m forge.runtime.torchrun`: start the ranks of a script as torchrun does.
 
 A signal is passed on to every rank, which saves and ends; the exit code is then 128 plus the signal's number, and no
-traceback is printed. Signals that were ignored from the start, as SIGHUP is under nohup, stay ignored. A rank that
-refuses its input ends all of them, with its own message and exit code 2.
+traceback is printed. It is the same where a command stopped the ranks. Signals that were ignored from the start, as
+SIGHUP is under nohup, stay ignored. A rank that refuses its input ends all of them, with its own message and exit code
+2.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _WRONG_INPUT = 2
+_STOPPED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as received:
         return 128 + int(received.sigval)
     except ChildFailedError as failure:
-        if failure.get_first_failure()[1].exitcode == _WRONG_INPUT:
-            return _WRONG_INPUT  # the rank has said what is wrong
+        code = failure.get_first_failure()[1].exitcode
+        if code in (_WRONG_INPUT, _STOPPED):
+            return int(code)  # the rank has said why
         print(failure, file=sys.stderr)
         return 1
     return 0

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
+from forge.runtime.exposure import check_exposure
 from forge.runtime.sockets import check_tls
 
 _log = logging.getLogger("forge.worker")
 _QUICK_S = 2.0
 _MAX_QUICK_DEATHS = 5
+_NAME_POLL_S = 0.2
 
 
 def check_address(address: str, *, path: str = "forge worker --address") -> str:
@@ -64,9 +66,46 @@ def check_free(address: str) -> None:
         ) from error
 
 
-def serve(address: str, *, once: bool = False) -> int:
-    """Keep a worker listening at `address` until SIGTERM or Ctrl-C. With `once`, end with the first run."""
-    check_free(check_address(address))
+def wait_for_name(address: str, limit_s: float) -> None:
+    """Wait until the name in an address is known. A pod's own name is so only a moment after the pod has started."""
+    host, until = urlsplit(address).hostname, time.monotonic() + limit_s
+    is_first = True
+    while time.monotonic() < until:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if is_first:
+                print(f"waiting until the name {host} is known", flush=True)
+            is_first = False
+            time.sleep(_NAME_POLL_S)
+
+
+def check_reach(address: str) -> None:
+    """Raise `InsecureBindError` for a plain address that other machines can reach."""
+    parts = urlsplit(address)
+    if parts.scheme != "tls":
+        check_exposure(
+            parts.hostname or "",
+            what="this worker, which executes what it is sent,",
+            path="forge worker --address",
+            value=address,
+            repair="use a tls:// address (docs/guides/security.md), or add --insecure on a network where you trust "
+            "every machine and user",
+        )
+
+
+def serve(address: str, *, once: bool = False, insecure: bool = False, name_timeout_s: float = 0.0) -> int:
+    """Keep a worker listening at `address` until SIGTERM or Ctrl-C. With `once`, end with the first run.
+
+    `insecure` allows plain TCP on an address that other machines can reach. The name in the address must be known
+    within `name_timeout_s`.
+    """
+    check_address(address)
+    wait_for_name(address, name_timeout_s)
+    if not insecure:
+        check_reach(address)
+    check_free(address)
     child: subprocess.Popen[bytes] | None = None
     stopping = threading.Event()
 

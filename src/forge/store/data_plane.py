@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import StoreError, StoreKeyError
-from forge.runtime.rendezvous import RENDEZVOUS, environment, run_secret
+from forge.runtime.rendezvous import RENDEZVOUS, environment, is_insecure, run_secret
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.records import Assignment, Holder, SegmentRecord, label_of
@@ -163,7 +163,13 @@ class DataPlane:
         """Return this process's data server, started on first use."""
         with self._guard:
             if self._server is None:
-                self._server = DataServer(run_secret(), bind=own_address(), segments=self.segments, on_ask=self._answer)
+                self._server = DataServer(
+                    run_secret(),
+                    bind=own_address(),
+                    segments=self.segments,
+                    on_ask=self._answer,
+                    insecure=is_insecure(),
+                )
             return self._server
 
     def _answer(self, name: str, payload: Any) -> Any:

@@ -13,8 +13,9 @@ import pytest
 from attaching import Attached
 from forge.config import KubernetesConfig, LauncherConfig
 from forge.errors import LaunchError
+from forge.runtime.jobs import object_name
 from forge.runtime.launchers import make_launcher
-from forge.runtime.launchers.kubernetes import KubernetesLauncher, addresses, manifests, object_name
+from forge.runtime.launchers.kubernetes import KubernetesLauncher, addresses, manifests
 from forge.runtime.sockets import TLS_VARIABLES
 from forge.runtime.worker import check_address
 from stand_in_programs import Programs
@@ -43,7 +44,9 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def config(*, bind: str = "10.0.0.1", **kubernetes: Any) -> LauncherConfig:
     wanted = {"namespace": "rl", "image": "registry.example/forge:1", "num_hosts": 2, **kubernetes}
-    return LauncherConfig(kind="kubernetes", bind=bind, job_name="Qwen3.grpo", kubernetes=KubernetesConfig(**wanted))
+    return LauncherConfig(
+        kind="kubernetes", bind=bind, insecure=True, job_name="Qwen3.grpo", kubernetes=KubernetesConfig(**wanted)
+    )
 
 
 def launcher(attach: Attached | None = None, **kubernetes: Any) -> KubernetesLauncher:

@@ -13,8 +13,9 @@ import pytest
 
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
+from forge.runtime.jobs import is_loopback
 from forge.runtime.launchers import HostsLauncher, make_launcher, open_transport
-from forge.runtime.launchers.submit import is_listening, is_loopback, is_this_host, run_command, run_regardless
+from forge.runtime.launchers.submit import is_listening, is_this_host, run_command, run_regardless
 from forge.runtime.sockets import TLS_VARIABLES
 from forge.runtime.worker import check_address, serve
 

@@ -142,15 +142,19 @@ class Connection(RequestHandler):
         on_lost: called when the connection has ended.
         is_crowded: whether others wait for this connection to end.
         is_idle: whether it had requests, and has none now.
+        on_admitted: called when a request had an accepted key, and when the connection has ended.
     """
 
     only_key: str | None = None
     on_lost: Callable[[], None] | None = None
     is_crowded: Callable[[], bool] | None = None
     is_idle = False
+    on_admitted: Callable[[], None] | None = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        if self.on_admitted is not None:
+            self.on_admitted()
         if self.on_lost is not None:
             self.on_lost()
 

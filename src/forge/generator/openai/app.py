@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
+import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiohttp import web
-
 from forge.config import ServeConfig
 from forge.envs.chat_api.errors import JsonErrorRunner
+from forge.envs.chat_api.listening import HttpListener, bind
 from forge.errors import ConfigError, OptionError
 from forge.generator.openai.access_log import AccessLog
 from forge.generator.openai.policy import Policy
@@ -22,6 +22,7 @@ from forge.generator.openai.requests_open import OpenRequests
 from forge.generator.openai.routes import Serving, make_app
 from forge.generator.openai.server_metrics import ServerMetrics
 from forge.generator.openai.updates import UpdateOutcome, WeightPublisher, WeightUpdates
+from forge.runtime.exposure import check_exposure, is_loopback_only
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
@@ -35,9 +36,11 @@ _CUT_S: Final = 2.0
 class OpenAIServer:
     """A server that runs. `base_url` is what OpenAI's clients are given."""
 
-    def __init__(self, *, host: str, port: int, model_name: str, serving: Serving | None = None) -> None:
+    def __init__(
+        self, *, host: str, port: int, model_name: str, serving: Serving | None = None, has_tls: bool = False
+    ) -> None:
         self.host, self.port, self.model_name = host, port, model_name
-        self._serving = serving
+        self._serving, self._scheme = serving, "https" if has_tls else "http"
 
     async def update_weights(self, folder: str | None = None) -> UpdateOutcome:
         """Update the replicas' weights, one replica after another, from a folder or from where they come usually."""
@@ -63,7 +66,7 @@ class OpenAIServer:
     @property
     def url(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
 
     @property
     def base_url(self) -> str:
@@ -90,6 +93,7 @@ async def serve_openai(
     config = config or ServeConfig()
     drain_s = config.drain_s if drain_s is None else drain_s
     key, admin_key = _checked_key(config), config.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None
+    tls = _checked_tls(config)
     card: Mapping[str, Any] = await service.card.route()
     metrics = ServerMetrics()
     with contextlib.ExitStack() as files:
@@ -126,11 +130,14 @@ async def serve_openai(
         runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=_CUT_S, access_log=None)
         await runner.setup()
         try:
-            port = await _listen(runner, config)
+            listener = HttpListener(runner, _bind(config), tls=tls)
+            files.callback(listener.close)
+            has_tls, port = tls is not None, listener.port
             try:
-                yield OpenAIServer(host=config.host, port=port, model_name=name, serving=serving)
+                yield OpenAIServer(host=config.host, port=port, model_name=name, serving=serving, has_tls=has_tls)
             finally:
                 await requests.drain(drain_s)
+                listener.close()
         finally:
             await runner.cleanup()
 
@@ -141,17 +148,14 @@ async def check_serving(config: ServeConfig) -> None:
     if config.record is not None:
         Recorder(config.record).close()
     AccessLog(config.access_log).close()
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    try:
-        await _listen(runner, config)
-    finally:
-        await runner.cleanup()
+    _checked_tls(config)
+    for sock in _bind(config):
+        sock.close()
 
 
-async def _listen(runner: web.AppRunner, config: ServeConfig) -> int:
+def _bind(config: ServeConfig) -> list[socket.socket]:
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        return bind(config.host, config.port)
     except OSError as error:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise ConfigError(
@@ -161,13 +165,11 @@ async def _listen(runner: web.AppRunner, config: ServeConfig) -> int:
             rule=f"an address of this machine that is free: {error.strerror or error}",
             repair="choose another, such as serve.port=0 for any that is free" if is_port else "use 127.0.0.1",
         ) from None
-    port: int = runner.addresses[0][1]
-    return port
 
 
 def _checked_key(config: ServeConfig) -> str | None:
     key = config.api_key or os.environ.get(KEY_VARIABLE) or None
-    if key is None and not _is_loopback(config.host):
+    if key is None and not is_loopback_only(config.host):
         raise ConfigError(
             "without an API key, everyone who reaches this address could use the model",
             path="serve.host",
@@ -178,8 +180,30 @@ def _checked_key(config: ServeConfig) -> str | None:
     return key
 
 
-def _is_loopback(host: str) -> bool:
+def _checked_tls(config: ServeConfig) -> ssl.SSLContext | None:
+    """Return how connections are encrypted; None for not at all, which only loopback and `insecure` allow."""
+    if config.tls_cert is None and config.tls_key is None:
+        if not config.insecure:
+            check_exposure(
+                config.host,
+                what="the server and its API key",
+                path="serve.host",
+                value=config.host,
+                repair="set serve.tls_cert and serve.tls_key, put a TLS proxy on this machine before 127.0.0.1, or set "
+                "--insecure where the network is trusted or encrypts by itself",
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        if config.tls_cert is None or config.tls_key is None:
+            raise OSError("one of the two is missing")
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the server's certificate cannot be used: {error}",
+            path="serve.tls_key" if config.tls_key is None else "serve.tls_cert",
+            value=config.tls_key if config.tls_key is None else config.tls_cert,
+            rule="PEM files: serve.tls_cert a certificate, serve.tls_key its private key",
+            repair="set both, and check that this user can read them",
+        ) from None
+    return context

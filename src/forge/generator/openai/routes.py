@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from forge.envs.chat_api.errors import RequestError, json_errors, parameter_error
+from forge.envs.chat_api.listening import admit
 from forge.envs.chat_api.requests import CONVERSATION_HEADER, bearer_key, read_body, wrong_key
 from forge.generator.openai.endpoints import complete_chat, complete_text
 from forge.generator.openai.policy import Policy
@@ -114,6 +115,8 @@ def _key_checker(key: str | None, admin_key: str | None) -> Middleware:
             given = (bearer_key(request) or "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, needed.encode()):
                 raise wrong_key()
+        if needed is None or request.path not in _OPEN_PATHS:
+            admit(request)
         return await handler(request)
 
     return check

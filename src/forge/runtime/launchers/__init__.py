@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
+from forge.runtime.attach import attach_host, let_go
 from forge.runtime.backend import monarch_actor
-from forge.runtime.hosts import Host, HostTimings, attach_host, let_go
+from forge.runtime.exposure import exposed, is_loopback_only
+from forge.runtime.hosts import Host, HostTimings
 from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
@@ -37,9 +39,8 @@ class Launcher(Protocol):
 class HostsLauncher:
     """Attaches to the workers at `launcher.hosts`."""
 
-    def __init__(self, config: LauncherConfig, timings: HostTimings | None = None) -> None:
+    def __init__(self, config: LauncherConfig) -> None:
         self._config = config
-        self._timings = timings or HostTimings()
 
     async def launch(self) -> Allocation:
         if not self._config.hosts:
@@ -50,7 +51,30 @@ class HostsLauncher:
                 rule="at least one worker address",
                 repair="launcher.hosts=[tcp://10.0.0.7:22222], with `forge worker` running there",
             )
-        return await attach_all(self._config.hosts, bind=self._config.bind, timings=self._timings)
+        return await attach_all(self._config.hosts, bind=self._config.bind, timings=HostTimings.of(self._config))
+
+
+def check_launcher(config: LauncherConfig) -> None:
+    """Raise `InsecureBindError` if the controller or a worker would be reachable from other machines without TLS."""
+    if config.insecure or config.kind == "local":
+        return
+    plain = [address for address in config.hosts if urlsplit(address).scheme != "tls"]
+    bind, secured = ("launcher.bind", config.bind), "start the workers at tls:// addresses"
+    places = [("launcher.hosts", urlsplit(address).hostname or "") for address in plain]
+    if config.kind == "slurm":
+        plain, places, secured = [] if config.slurm.tls else ["tcp"], [], "set launcher.slurm.tls=true"
+    elif config.kind == "kubernetes":
+        plain, places = [] if config.kubernetes.tls_secret else ["tcp"], []
+        secured = "set launcher.kubernetes.tls_secret"
+    for path, host in (bind, *places) if plain else ():
+        if not is_loopback_only(host):
+            raise exposed(
+                what="the channel, which executes what it is sent,",
+                path=path,
+                value=host,
+                repair=f"{secured} (docs/guides/security.md), or set launcher.insecure=true on a network where you "
+                "trust every machine and user",
+            )
 
 
 def open_transport(addresses: Sequence[str], *, bind: str) -> None:
@@ -78,12 +102,9 @@ def open_transport(addresses: Sequence[str], *, bind: str) -> None:
         ) from error
 
 
-async def attach_all(
-    addresses: Sequence[str], *, bind: str = "127.0.0.1", timings: HostTimings | None = None
-) -> Allocation:
+async def attach_all(addresses: Sequence[str], *, bind: str, timings: HostTimings) -> Allocation:
     """Attach to every worker, all or none. Releasing shuts the workers' host processes down; `forge worker` starts a
     fresh one for the next run."""
-    timings = timings or HostTimings()
     open_transport(addresses, bind=bind)
     attached = await asyncio.gather(*(attach_host(address, timings) for address in addresses), return_exceptions=True)
     hosts = tuple(host for host in attached if isinstance(host, Host))

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError
-from forge.runtime.launchers import Allocation, attach_all
+from forge.runtime.hosts import HostTimings
+from forge.runtime.jobs import (
+    claim_mounts,
+    claim_volumes,
+    headless_service,
+    is_loopback,
+    object_name,
+    tls_mounts,
+    tls_variables,
+    tls_volumes,
+)
+from forge.runtime.launchers import Allocation, attach_all, check_launcher
 from forge.runtime.launchers.submit import (
     Outcome,
-    is_loopback,
     require_program,
     run_command,
     run_regardless,
@@ -30,15 +39,8 @@ _log = logging.getLogger("forge.runtime")
 RUN_LABEL = "forge-run"
 """Every object of one run carries this label with a value of its own, so that a run removes its objects only."""
 
-_TLS_DIR = "/etc/forge/tls"
-_MAX_NAME = 50  # the pods' names, and a label that the cluster derives from them, must stay below 63 characters
+_WORKER = ("forge", "worker", "--once", "--name-timeout", "60")
 _GRACE_S = 30.0
-
-
-def object_name(job_name: str) -> str:
-    """`launcher.job_name` as the name of a Service: lower-case letters, digits and dashes, a letter first."""
-    name = re.sub(r"[^a-z0-9]+", "-", job_name.lower()).strip("-")
-    return (name if name[0].isalpha() else f"forge-{name}")[:_MAX_NAME].rstrip("-")
 
 
 def addresses(config: LauncherConfig) -> list[str]:
@@ -57,18 +59,7 @@ def manifests(config: LauncherConfig, *, token: str) -> list[dict[str, Any]]:
     name, wanted = object_name(config.job_name), config.kubernetes
     labels = {**wanted.labels, "app.kubernetes.io/name": "torchforge", RUN_LABEL: token}
     metadata = {"name": name, "namespace": wanted.namespace, "labels": labels}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "clusterIP": "None",
-            # A worker binds to its own name, so the name must resolve before the worker can be ready.
-            "publishNotReadyAddresses": True,
-            "selector": {RUN_LABEL: token},
-            "ports": [{"name": "worker", "port": wanted.port}],
-        },
-    }
+    service = headless_service(metadata, {RUN_LABEL: token}, port=wanted.port)
     workers = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -87,9 +78,9 @@ def manifests(config: LauncherConfig, *, token: str) -> list[dict[str, Any]]:
 def _pod(config: LauncherConfig) -> dict[str, Any]:
     wanted = config.kubernetes
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    volumes += claim_volumes(wanted.claims)
     pod: dict[str, Any] = {"restartPolicy": "Always", "containers": [_container(config)], "volumes": volumes}
-    if wanted.tls_secret is not None:
-        volumes.append({"name": "tls", "secret": {"secretName": wanted.tls_secret}})
+    volumes += tls_volumes(wanted.tls_secret)
     if wanted.service_account is None:
         pod["automountServiceAccountToken"] = False  # workers run what they are sent: no key to the cluster for it
     else:
@@ -100,15 +91,14 @@ def _pod(config: LauncherConfig) -> dict[str, Any]:
 def _container(config: LauncherConfig) -> dict[str, Any]:
     wanted = config.kubernetes
     env: list[dict[str, Any]] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
-    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    if wanted.tls_secret is not None:
-        files = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}
-        env += [{"name": f"HYPERACTOR_TLS_{part}", "value": f"{_TLS_DIR}/{file}"} for part, file in files.items()]
-        mounts.append({"name": "tls", "mountPath": _TLS_DIR, "readOnly": True})
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}, *claim_mounts(wanted.claims)]
+    env += tls_variables(wanted.tls_secret)
+    mounts += tls_mounts(wanted.tls_secret)
+    allowed = ["--insecure"] if config.insecure and wanted.tls_secret is None else []
     container: dict[str, Any] = {
         "name": "worker",
         "image": wanted.image,
-        "command": ["forge", "worker", "--once", "--address", _address(config, "$(POD_NAME)")],
+        "command": [*_WORKER, *allowed, "--address", _address(config, "$(POD_NAME)")],
         "env": env,
         "ports": [{"name": "worker", "containerPort": wanted.port}],
         "readinessProbe": {"tcpSocket": {"port": wanted.port}, "periodSeconds": 2},
@@ -138,12 +128,14 @@ class KubernetesLauncher:
         require_program("kubectl", kind="kubernetes")
         if is_loopback(self._config.bind):
             raise unreachable_bind(self._config.bind, kind="kubernetes")
+        check_launcher(self._config)
         if self._config.kubernetes.tls_secret is not None:
             check_tls()
         try:
             await self._create()
             await self._wait_until_ready()
-            attached = await self._attach(addresses(self._config), bind=self._config.bind)
+            timings = HostTimings.of(self._config)
+            attached = await self._attach(addresses(self._config), bind=self._config.bind, timings=timings)
         except BaseException:
             await asyncio.shield(self._delete())
             raise

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import LaunchError
-from forge.runtime.launchers import Allocation, attach_all
+from forge.runtime.hosts import HostTimings
+from forge.runtime.jobs import is_loopback, log_pattern, make_log_dir
+from forge.runtime.launchers import Allocation, attach_all, check_launcher
 from forge.runtime.launchers.submit import (
     is_listening,
-    is_loopback,
     is_this_host,
     require_program,
     run_command,
@@ -34,6 +36,8 @@ _WAITING = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
     *("RESIZING", "RESV_DEL_HOLD", "SIGNALING", "STOPPED", "SUSPENDED"),
 }
+_CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 _FIRST_POLL_S, _LONGEST_POLL_S, _WORKER_POLL_S = 1.0, 15.0, 2.0
 _MAX_SILENT_POLLS = 5
 
@@ -55,7 +59,8 @@ def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.execu
     options += ["--no-requeue", "--no-kill", f"--output={shlex.quote(log_pattern(log_dir))}", *slurm.extra_sbatch]
     scheme = "tls" if slurm.tls else "tcp"
     address = f'"{scheme}://${{SLURMD_NODENAME:-$(hostname)}}:{slurm.port}"'
-    worker = f"exec {shlex.quote(python)} -m forge.cli worker --once --address {address}"
+    allowed = " --insecure" if config.insecure and not slurm.tls else ""
+    worker = f"exec {shlex.quote(python)} -m forge.cli worker --once{allowed} --address {address}"
     step = "exec srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --label"
     return "\n".join(
         [
@@ -68,9 +73,19 @@ def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.execu
     )
 
 
-def log_pattern(log_dir: Path) -> str:
-    """Return where SLURM writes the job's output; %x is the job's name and %j its number."""
-    return f"{str(log_dir).replace('%', '%%')}/%x-%j.log"
+def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that the job is submitted with, and gets.
+
+    In a job, as with `forge job slurm`, what SLURM has set for that one is left out: srun would take it for options,
+    and give the workers the memory and the tasks of the controller's job.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return dict(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _CLUSTER_VARIABLES or not name.startswith(("SLURM_", "SLURMD_", *_GPU_VARIABLES))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,7 @@ class SlurmLauncher:
             require_program(program, kind="slurm")
         if self._slurm.nodes > 1 and is_loopback(self._config.bind):
             raise unreachable_bind(self._config.bind, kind="slurm")
+        check_launcher(self._config)
         if self._slurm.tls:
             check_tls()
         job = await self._submit_whole()
@@ -120,7 +136,8 @@ class SlurmLauncher:
             self._deadline = self._clock() + self._slurm.start_timeout_s
             addresses = self._addresses(await self._wait_until_running(job))
             await self._wait_for_workers(job, addresses)
-            attached = await self._attach(addresses, bind=self._config.bind)
+            timings = HostTimings.of(self._config)
+            attached = await self._attach(addresses, bind=self._config.bind, timings=timings)
         except BaseException:
             await asyncio.shield(self._cancel(job))
             raise
@@ -145,9 +162,9 @@ class SlurmLauncher:
             raise
 
     async def _submit(self) -> str:
-        self._make_log_dir()
+        make_log_dir(self._log_dir)
         script = job_script(self._config, log_dir=self._log_dir)
-        outcome = await run_command(["sbatch", "--parsable"], stdin=script)
+        outcome = await run_command(["sbatch", "--parsable"], stdin=script, env=submission_environment(os.environ))
         job = outcome.stdout.strip().split(";")[0]
         if outcome.code != 0 or not job:
             raise LaunchError(
@@ -156,16 +173,6 @@ class SlurmLauncher:
             )  # fmt: skip
         _log.warning("SLURM job %s submitted; its log: %s", job, self._log_of(job))
         return job
-
-    def _make_log_dir(self) -> None:
-        try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"the folder for the job's log cannot be made: {error}", path="launcher.slurm.log_dir",
-                value=str(self._log_dir), rule="a folder that can be written to, here and on the nodes",
-                repair="launcher.slurm.log_dir=FOLDER, on a file system that the nodes share",
-            ) from error  # fmt: skip
 
     def _log_of(self, job: str) -> str:
         return str(self._log_dir / f"{self._config.job_name}-{job}.log")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
+from forge.runtime.jobs import is_loopback
 
 COMMAND_S = 60.0
 """How long one command of a scheduler may take."""
@@ -52,11 +52,12 @@ async def run_command(
     stdin: str = "",
     timeout_s: float = COMMAND_S,
     on_line: Callable[[str], None] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a command to its end; a caller that is cancelled ends it. `on_line` sees each line of its output at once."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *arguments, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        *arguments, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env
     )
     seen: list[str] = []
 
@@ -118,15 +119,6 @@ def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 def _too_late(arguments: Sequence[str], timeout_s: float) -> str:
     return f"`{arguments[0]}` did not answer within {timeout_s:g} s"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether other machines cannot reach a listener on `host` (or it says nothing about where it is)."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
 
 
 def is_this_host(name: str) -> bool:

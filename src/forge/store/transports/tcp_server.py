@@ -15,11 +15,13 @@ import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from forge.errors import StoreError
 from forge.runtime import framing, sockets
+from forge.runtime.accepting import GRACE_S, RefusalCount
 from forge.runtime.serialization import as_remote, decode, encode
 from forge.store.transports import Range, SegmentSource, out_of_bounds
 
@@ -32,6 +34,8 @@ MAX_RANGES: Final = 1000
 MAX_TABLE: Final = 1 << 20
 MAX_CONNECTIONS: Final = 256
 """Connections of one server, each with its thread; more are closed."""
+MAX_WAITING: Final = 64
+"""Connections that have not authenticated, besides those that have: one more ends the oldest."""
 STALLED_S: Final = 60
 """A peer that takes nothing of what it asked for, for so long, is dropped: its thread and its pin are needed."""
 _SMALL: Final = 16 << 10
@@ -66,12 +70,17 @@ class DataServer:
         segments: SegmentSource,
         on_ask: OnAsk,
         max_connections: int = MAX_CONNECTIONS,
+        insecure: bool = False,
     ) -> None:
         self._secret, self._segments, self._on_ask, self._max_connections = secret, segments, on_ask, max_connections
-        self._listener = sockets.listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
+        place = f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0"
+        self._listener = sockets.listen(place, insecure=insecure)
         self.address = sockets.address_of(self._listener)
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
+        self._waiting: dict[threading.Thread, float] = {}
+        self._admitted: set[threading.Thread] = set()
+        self._refusals = RefusalCount(f"connections to the data server at {self.address}", _log)
         self._ended: list[threading.Thread] = []
         self._closing = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="forge-data-accept", daemon=True)
@@ -101,9 +110,10 @@ class DataServer:
             self._start(sock)
 
     def _start(self, sock: socket.socket) -> None:
+        self._make_room()
         with self._lock:
             self._ended = [thread for thread in self._ended if thread.is_alive()]
-            if self._closing.is_set() or len(self._connections) >= self._max_connections:
+            if self._closing.is_set() or self._is_full():
                 sock.close()
                 return
             try:
@@ -116,11 +126,39 @@ class DataServer:
                 sock.close()
                 return
             self._connections[thread] = handle
+            self._waiting[thread] = time.monotonic()
+
+    def _is_full(self) -> bool:
+        return len(self._admitted) >= self._max_connections
+
+    def _make_room(self) -> None:
+        """End the oldest connection that has not authenticated if too many have not, once it had its chance."""
+        while not self._closing.is_set():
+            with self._lock:
+                if len(self._waiting) < MAX_WAITING:
+                    return
+                thread, since = next(iter(self._waiting.items()))
+                left = since + GRACE_S - time.monotonic()
+                if left <= 0:
+                    del self._waiting[thread]
+                    shut_down(self._connections[thread])
+                    return
+            self._closing.wait(min(left, 0.05))  # another one may authenticate, or end, meanwhile
+
+    def _admit(self) -> bool:
+        """Note that the peer of this thread has authenticated; False if there are as many as there may be."""
+        with self._lock:
+            if self._is_full() or self._waiting.pop(threading.current_thread(), None) is None:
+                return False
+            self._admitted.add(threading.current_thread())
+            return True
 
     def _attend(self, sock: socket.socket, handle: socket.socket) -> None:
         """Serve one connection, from the handshake to its end."""
         try:
-            sock = sockets.accept(sock, self._secret)
+            sock = self._authenticated(sock)
+            if not self._admit():
+                return
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
             self._serve(sock)
         except OSError as error:  # a stranger, or a peer that has gone: it concerns no other connection
@@ -131,7 +169,16 @@ class DataServer:
             thread = threading.current_thread()
             with self._lock:
                 del self._connections[thread]
+                self._waiting.pop(thread, None)
+                self._admitted.discard(thread)
                 self._ended.append(thread)
+
+    def _authenticated(self, sock: socket.socket) -> socket.socket:
+        try:
+            return sockets.accept(sock, self._secret)
+        except OSError as error:
+            self._refusals.add(error)
+            raise
 
     def _serve(self, sock: socket.socket) -> None:
         try:
