@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,9 @@ def test_other_runs_and_other_screens(run: Path, tmp_path: Path) -> None:
     sft = write_report(make_sft_run(tmp_path / "sft")).path
     (tmp_path / "first").mkdir()
     write_metrics(tmp_path / "first", 1)
+    (tmp_path / "first" / "config.yaml").write_text("run: {name: first}\n")
+    change = {"step": 3, "key": "<i>rate</i>", "before": 1, "after": 2, "by": "forge control"}
+    (tmp_path / "first" / "runtime_changes.jsonl").write_text(json.dumps(change) + "\n")
     first = write_report(tmp_path / "first").path
 
     async def body(page: Page) -> None:
@@ -243,5 +247,7 @@ def test_other_runs_and_other_screens(run: Path, tmp_path: Path) -> None:
         await page.open(first)
         await page.settled()
         assert await page.ask("document.querySelectorAll('.chart .dot').length") > 10
+        changed = "Changed while the run ran: after step 3: <i>rate</i> 1 → 2 (forge control)."
+        assert await page.ask("document.querySelector('.config p').textContent") == changed
 
     visit(tmp_path, body)

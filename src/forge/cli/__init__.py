@@ -18,6 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
         chaos,
         chat,
         config,
+        control,
         distill,
         doctor,
         download,
@@ -26,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         eval,
         history,
         hosts,
+        import_config,
         job,
         league,
         plan,
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         scale,
         serve,
         template,
+        ui,
         worker,
     )
 
@@ -44,9 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    evaluating, serving = (report, replay, history, eval, league), (distill, chat, serve)
-    authoring = (config, algorithms, rewards, episode, env, template)
-    for module in (run, job, scale, hosts, chaos, plan, *evaluating, *serving, *authoring, download, doctor, worker):
+    evaluating, serving = (ui, report, replay, history, eval, league), (distill, chat, serve)
+    authoring = (config, import_config, algorithms, rewards, episode, env, template)
+    running = (run, job, control, scale, hosts, chaos, plan)
+    for module in (*running, *evaluating, *serving, *authoring, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

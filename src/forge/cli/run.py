@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show what would run, or everything that prevents it from starting; start nothing",
     )
     _add_supervision(parser)
+    _add_ui(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
@@ -54,10 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(handler=_run)
 
 
-def _take_supervision(arguments: argparse.Namespace) -> list[str]:
-    """Return the words after SCRIPT without the supervisor's flags, which may stand among them."""
+def _take_own_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the words after SCRIPT without the flags of the supervisor and the UI, which may stand among them."""
     parser = argparse.ArgumentParser(prog="forge run", add_help=False, allow_abbrev=False)
     _add_supervision(parser)
+    _add_ui(parser)
     found, words = parser.parse_known_args(arguments.rest)
     for name, value in vars(found).items():
         if value is not None and value is not False:
@@ -89,6 +91,14 @@ def _add_supervision(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_ui(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("UI")
+    group.add_argument("--ui", action="store_true", help="show the run in a browser, live, until it ends")
+    group.add_argument(
+        "--keep-ui", action="store_true", help="as --ui, and leave it running after the run, until it is killed"
+    )
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from forge.config.command_line import add_module_folders
 
@@ -104,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if inside.is_file()
             else "check the path; it is relative to the working directory",
         )
-    configs, words = split_configs(list(arguments.config), _take_supervision(arguments))
+    configs, words = split_configs(list(arguments.config), _take_own_flags(arguments))
     _check_script(script, [*configs, *words])
     for config in configs:
         if not Path(config).is_file():
@@ -131,6 +141,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return dry_run_script(script, [word for word in passed if word != _DRY_RUN], num_ranks=num_ranks)
     limits = _limits(arguments)
+    if arguments.ui or arguments.keep_ui:
+        from forge.cli.run_ui import start_ui
+
+        start_ui(configs, passed[2 * len(configs) :], keeps=arguments.keep_ui)
     if limits is not None:
         from forge.cli.supervise import supervise
 

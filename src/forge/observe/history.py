@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ RULES: Final[Mapping[str, str]] = {
     "order": "the steps of the ledger and of the metrics never go back",
     "returned": "a group whose step was discarded by a resume was committed again, or is pending",
     "recorded": "the rollouts of a step are those of the groups that the ledger says it trained on",
-    "staleness": "no trained token is older than rollout.staleness allows, and none is from later weights",
+    "staleness": "no trained token is older than rollout.staleness allowed then, and none is from later weights",
     "journals": "no journal is left of a group that was committed",
     "trained_in_order": "in the trace training steps follow one another, and repeated ones start from a saved step",
 }
@@ -152,7 +153,7 @@ class _Checker:
 
     def _check_rollouts(self, config: Mapping[str, Any], newest: Mapping[str, Any] | None) -> None:
         folder = self._folder / "rollouts"
-        bound = int(_section(config, "rollout").get("staleness", 0))
+        bounds = self._bounds(int(_section(config, "rollout").get("staleness", 0)))
         kept = _section(config, "record").get("rollouts", "all")
         files = [(int(found[1]), path) for path in folder.glob("step_*.jsonl") if (found := _name(_STEP_FILE, path))]
         if not files:
@@ -161,6 +162,7 @@ class _Checker:
             return
         trained = self._trained()
         for step, path in sorted(files):
+            bound = bounds[bisect_left(bounds, (step, 0)) - 1][1]
             groups = {self._check_episode(step, path, number, line, bound) for number, line in self._lines(path)}
             self._found.counts["files of rollouts"] += 1
             if extra := sorted(groups - trained[step]):
@@ -171,6 +173,24 @@ class _Checker:
         absent = sorted(step for step in trained if step <= last and step not in dict(files)) if kept == "all" else []
         if absent:
             self._violate("recorded", folder.name, f"no rollouts of steps {_some(absent)}")
+
+    def _bounds(self, last: int) -> list[tuple[int, int]]:
+        """Return the bounds on staleness, each with the step after which it held, ascending; `last` is that of the
+        configuration. A change takes the place of those that were recorded before it, of the same step or later ones:
+        the run went back to an earlier checkpoint."""
+        found: list[tuple[int, int]] = []
+        first: int | None = None
+        command: list[Mapping[str, Any]] = []
+        for _, each in self._lines(self._folder / "runtime_changes.jsonl", is_required=False):
+            command.append(each)
+            if each.get("num_left", 0):
+                continue  # all lines of a command count, or none
+            for line in (line for line in command if line["key"] == "rollout.staleness"):
+                first = line["before"] if first is None else first
+                found = [kept for kept in found if kept[0] < line["step"]] + [(line["step"], line["after"])]
+                self._found.counts["changes of rollout.staleness"] += 1
+            command = []
+        return [(-1, last if first is None else first), *found]
 
     def _trained(self) -> dict[int, set[int]]:
         trained: dict[int, set[int]] = defaultdict(set)

@@ -73,12 +73,23 @@ class JsonlSink:
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[MetricsLine]:
     """Yield the lines of a metrics file in order, without a last line that is still being written."""
     for number, line in _numbered_lines(Path(path)):
-        fields = _decode(line)
-        if fields is not None:
-            nonfinite = {name: float(text) for name, text in fields.get("nonfinite", {}).items()}
-            yield MetricsLine(fields["step"], fields["time"], {**fields["values"], **nonfinite})
+        found = decode_line(line)
+        if found is not None:
+            yield found
         elif line.endswith(b"\n"):
             raise _not_metrics(Path(path), number, line)
+
+
+def decode_line(line: bytes) -> MetricsLine | None:
+    """Return what a line of a metrics file says, or None where it is not such a line."""
+    fields = _decode(line)
+    if fields is None:
+        return None
+    try:
+        nonfinite = {name: float(text) for name, text in fields.get("nonfinite", {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return MetricsLine(fields["step"], fields["time"], {**fields["values"], **nonfinite})
 
 
 def _encode(step: int, now: float, values: Mapping[str, Value]) -> bytes:
@@ -101,7 +112,7 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     """Return the fields of a line, or None where it is not a line of ours."""
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     ours = isinstance(fields, dict) and isinstance(fields.get("step"), int) and isinstance(fields.get("values"), dict)
     return fields if ours and isinstance(fields.get("time"), int | float) else None

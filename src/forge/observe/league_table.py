@@ -27,7 +27,7 @@ def read_league(folder: str | os.PathLike[str]) -> dict[str, Any]:
             rule="the folder of a run with the section episode.league, after its first step",
             repair="check the path; the run's config.yaml says whether it has a league",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from None
     if not _is_table(found):
         raise _unreadable(path, "it does not hold a table")

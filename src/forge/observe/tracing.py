@@ -222,10 +222,16 @@ def _plain(args: dict[str, object]) -> dict[str, ArgValue] | None:
 
 _NO_SPAN = _NoSpan()
 _tracer = Tracer()
-_tracer.is_on = os.environ.get(TRACE) == "1"
 _EPOCH_NS = time.time_ns() - time.monotonic_ns()
 ORIGIN_NS: Final = time.time_ns()
 """When this module was loaded, which is before this process traced anything or started another that could."""
+
+
+def read_environment() -> None:
+    """Take from the environment whether this process is traced, and its name. A fork of a fork server calls it again,
+    since its environment is another one than when this module was loaded."""
+    _tracer.is_on = os.environ.get(TRACE) == "1"
+    this_process.cache_clear()
 
 
 def _begin_anew() -> None:
@@ -298,3 +304,6 @@ def spans_of(traces: list[Trace]) -> list[Span]:
     """Return the spans of several processes on this process's clock, in the order in which they began."""
     spans = [span for trace in traces for span in trace.spans(boot=_boot(), epoch_ns=_EPOCH_NS)]
     return sorted(spans, key=lambda span: span.start_ns)
+
+
+read_environment()

@@ -16,6 +16,7 @@ from forge.observe import JsonlSink
 from forge.observe.report import read_run
 from forge.observe.report.charts import choose_charts
 from forge.observe.report.headline import facts, headline
+from forge.observe.report.page import describe
 from forge.observe.report.samples import read_samples
 from run_folders import make_grpo_run, make_sft_run, write_metrics, write_other_rollouts, write_rollouts
 
@@ -168,6 +169,29 @@ def test_lines_that_cannot_be_read_are_counted_and_said(tmp_path: Path) -> None:
         "2 lines of ledger.jsonl could not be read and are not counted.",
         "3 lines of rollouts could not be read and are left out.",
     )
+
+
+def test_changes_while_the_run_ran_are_said(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 2)
+    change = {
+        "time": "t",
+        "step": 3,
+        "key": "training.learning_rate",
+        "before": 1e-3,
+        "after": 5e-4,
+        "by": "forge control",
+    }
+    hosts = change | {"step": 4, "key": "launcher.hosts", "before": ["a"], "after": ["a", "b"], "by": "forge hosts"}
+    (tmp_path / "runtime_changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (change, hosts)))
+    with open(tmp_path / "runtime_changes.jsonl", "a") as file:
+        file.write('{"step": 5}\n{"step')
+    run = read_run(tmp_path, max_samples=0)
+    assert run.changes == (
+        "after step 3: training.learning_rate 0.001 → 0.0005 (forge control)",
+        'after step 4: launcher.hosts ["a"] → ["a", "b"] (forge hosts)',
+    )
+    assert run.notes == ("1 lines of runtime_changes.jsonl could not be read.",)
+    assert describe(run, made_at=0.0)["changes"] == run.changes
 
 
 def test_a_long_run_has_points_that_are_means(tmp_path: Path) -> None:

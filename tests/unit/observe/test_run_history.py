@@ -151,6 +151,32 @@ def test_each_broken_guarantee_is_found(run: Path, change: Callable[[Path], None
     assert main(["history", "--json", str(run)]) == 1
 
 
+def bound(step: int, before: int, after: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "key": "rollout.staleness", "before": before, "after": after, **more}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_good"),
+    [
+        ([bound(1, 0, 1)], True),  # step 1 has tokens of its own version, step 2 of the one before
+        ([bound(2, 0, 1)], False),  # it holds from step 3 on
+        ([bound(0, 1, 0)], False),
+        ([bound(2, 1, 0)], True),
+        ([bound(0, 1, 0), bound(1, 0, 1)], True),
+        ([bound(1, 0, 1), bound(0, 0, 0)], False),  # the run went back, and the later change was not made again
+        ([bound(0, 1, 0), bound(0, 0, 1)], True),  # two in the same step: the last one holds
+        ([bound(0, 1, 0, num_left=1)], True),  # of a command that a kill cut off
+        ([bound(0, 1, 0, num_left=1), {**bound(0, 0, 0), "key": "rollout.batch_groups"}], False),
+        ([{**bound(0, 1, 0), "key": "generator.num_replicas"}], True),
+    ],
+)
+def test_the_bound_in_force_at_each_step_is_what_counts(
+    run: Path, changes: list[dict[str, Any]], is_good: bool
+) -> None:
+    lines(run / "runtime_changes.jsonl", *changes)
+    assert {each.rule for each in check_history(run).violations} == (set() if is_good else {"staleness"})
+
+
 def test_tokens_that_do_not_learn_may_be_of_any_weights(run: Path) -> None:
     turns = [
         {"start": 0, "end": 4, "is_trained": True, "agent": "a"},

@@ -45,6 +45,8 @@ _EPISODES: Final = "Episodes"
 _LEAGUE: Final = "League"
 _CURRICULUM: Final = "Curriculum"
 _SPEED: Final = "Speed"
+MORE: Final = "More"
+"""The section of the metrics that no chart shows."""
 
 CHARTS: Final = (
     Chart(
@@ -372,7 +374,11 @@ def choose_charts(metrics: Metrics) -> list[dict[str, Any]]:
 
     A metric that was never a finite number is left out.
     """
-    present = [name for name, column in metrics.columns.items() if any(value is not None for value in column)]
+    return charts_of([name for name, column in metrics.columns.items() if any(value is not None for value in column)])
+
+
+def charts_of(present: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the charts for metrics of these names; then one for each name that none of them shows."""
     kind = "policy" if "rollout/reward_mean" in present else "fine-tuning"
     shown: set[str] = {chart.band[1] for chart in CHARTS if chart.band and chart.band[0] in present}
     drawn = []
@@ -384,7 +390,7 @@ def choose_charts(metrics: Metrics) -> list[dict[str, Any]]:
     for name in present:
         if name not in shown:
             series = [{"key": name, "label": name.rpartition("/")[2]}]
-            drawn.append(_plan(Chart("More", name, (), "", log=True), series, present))
+            drawn.append(_plan(Chart(MORE, name, (), "", log=True), series, present))
     return drawn
 
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
-
-from forge.observe.report.reading import Metrics, Run
+from typing import Any, Final, Protocol
 
 Column = Sequence[float | None]
+
+
+class HasColumns(Protocol):
+    """Metrics by name, one value for each row."""
+
+    @property
+    def columns(self) -> Mapping[str, Column]: ...
+
+
+class HasSettings(Protocol):
+    """Something with a configuration."""
+
+    def setting(self, path: str) -> Any: ...
+
 
 _CHANGES: Final = (
     ("evaluation/reward", "Held-out reward"),
@@ -23,12 +35,14 @@ _LATEST: Final = (
     ("train/tokens_per_s", "Training", "tokens/s"),
     ("rollout/samples_per_s", "Samples", "per second"),
 )
+HEADLINE_METRICS: Final = (*(key for key, _ in _CHANGES), *(key for key, *_ in _LATEST))
+"""The metrics that `headline` reads."""
 _MAX_TILES: Final = 6
 _AVERAGED: Final = 5
 """A metric that jumps from step to step is shown as the mean of so many first and last ones."""
 
 
-def headline(metrics: Metrics) -> list[dict[str, str]]:
+def headline(metrics: HasColumns) -> list[dict[str, str]]:
     """Return what the run came to, in a few words: where it began and where it is, and its latest state."""
     tiles = []
     is_rl = "rollout/reward_mean" in metrics.columns
@@ -73,7 +87,7 @@ _FACTS: Final = (
 )
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: HasSettings) -> list[tuple[str, str]]:
     """Return what was run, from its configuration: label and value."""
     is_rl = run.setting("rollout.group_size") is not None
     found = []

@@ -28,7 +28,11 @@ from forge.observe.report.headline import facts, headline
 from forge.observe.report.reading import Run, read_run
 
 DEFAULT_SAMPLES: Final = 400
-_PROGRAMS: Final = ("words.js", "scales.js", "charts.js", "tokens.js", "turns.js", "samples.js", "page.js")
+_PROGRAMS: Final = (
+    "data.js", "words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js", "tokens.js", "turns.js",
+    "samples.js", "page.js",
+)  # fmt: skip
+_STYLES: Final = ("base.css", "charts.css", "samples.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def write_report(
 
 def render(run: Run, *, made_at: float) -> str:
     """Return the page as text."""
-    style = _asset("report.css")
+    style = "\n".join(_asset(name) for name in _STYLES)
     program = "(function () {\n'use strict';\n" + "\n".join(_asset(name) for name in _PROGRAMS) + "\n})();\n"
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(program)}; "
@@ -113,6 +117,8 @@ def describe(run: Run, *, made_at: float) -> dict[str, Any]:
         "facts": facts(run),
         "tiles": headline(metrics),
         "steps": metrics.steps,
+        "times": metrics.times,
+        "tokens": metrics.tokens,
         "columns": metrics.columns,
         "nonfinite": metrics.nonfinite,
         "charts": choose_charts(metrics),
@@ -126,6 +132,7 @@ def describe(run: Run, *, made_at: float) -> dict[str, Any]:
         "ledger": run.ledger,
         "league": run.league,
         "config": run.config_text,
+        "changes": run.changes,
         "notes": run.notes,
     }
 

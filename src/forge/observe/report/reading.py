@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from forge.errors import DataError, OptionError
 from forge.observe.jsonl import MetricsLine, read_jsonl
 from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.report.samples import SampleSet, json_lines, read_evaluation, read_samples
+from forge.observe.sink import NUM_TOKENS
 
 _MAX_POINTS: Final = 1500
 """Points of a curve. Of a longer run each point is the mean of several steps, so that the page stays small."""
@@ -37,6 +39,8 @@ class Metrics:
         stride: how many steps a row stands for.
         num_steps, last_step: of the whole run so far; 0 where it has no metrics yet.
         first_time, last_time: seconds since 1970; None where it has none.
+        times: when the step of each row ended, in seconds since 1970.
+        tokens: how many tokens were trained on up to each row; empty where that is not known.
     """
 
     steps: tuple[int, ...]
@@ -47,6 +51,8 @@ class Metrics:
     last_step: int
     first_time: float | None
     last_time: float | None
+    times: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Run:
         ledger: how many groups came to each outcome.
         league: the table of a self-play league, as `read_league` returns it; empty without one.
         notes: what a reader should know about what is not here.
+        changes: what was changed while the run ran, a line for each.
     """
 
     folder: Path
@@ -70,13 +77,19 @@ class Run:
     ledger: Mapping[str, int] = field(default_factory=dict)
     league: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
     def setting(self, path: str) -> Any:
         """Return a value of the configuration by its dotted path; None where there is none."""
-        value: Any = self.config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return setting_of(self.config, path)
+
+
+def setting_of(config: Mapping[str, Any], path: str) -> Any:
+    """Return what stands under a dotted path of a configuration; None where there is nothing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
@@ -112,8 +125,8 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
                 repair="wait for the end of its first step",
             )
         notes.append("The run has not finished a step, so there are no curves.")
-    league = _read_league(place, notes)
-    return Run(place, metrics, samples, text, config, ledger, league, (*notes, *samples.notes))
+    league, changes = _read_league(place, notes), _read_changes(place / "runtime_changes.jsonl", notes)
+    return Run(place, metrics, samples, text, config, ledger, league, (*notes, *samples.notes), changes)
 
 
 def _read_evaluation(place: Path, *, max_samples: int) -> Run:
@@ -175,9 +188,11 @@ def _check_folder(place: Path) -> None:
 
 def _read_metrics(path: Path) -> Metrics:
     rows: dict[int, dict[str, float]] = {}
+    ended: dict[int, float] = {}
     times: list[float] = []
     for line in read_jsonl(path):
         rows.setdefault(line.step, {}).update(_numbers(line))
+        ended.setdefault(line.step, line.time)  # a later line of a step is of its evaluation
         times.append(line.time)
     steps = sorted(rows)
     stride = max(1, math.ceil(len(steps) / _MAX_POINTS))
@@ -200,7 +215,19 @@ def _read_metrics(path: Path) -> Metrics:
         last_step=steps[-1] if steps else 0,
         first_time=min(times, default=None),
         last_time=max(times, default=None),
+        times=tuple(round(ended[chunk[-1]], 1) for chunk in chunks),
+        tokens=_tokens(rows, chunks),
     )
+
+
+def _tokens(rows: Mapping[int, Mapping[str, float]], chunks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return how many tokens were trained on up to the end of each chunk; nothing where no step says."""
+    counts = [sum(_finite(rows[step].get(NUM_TOKENS, 0.0)) for step in chunk) for chunk in chunks]
+    return tuple(int(total) for total in itertools.accumulate(counts)) if any(counts) else ()
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def _numbers(line: MetricsLine) -> dict[str, float]:
@@ -228,6 +255,23 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
         notes.append(f"{path.name} could not be read in full, so the run is described without it.")
     data = document.data
     return text[:_MAX_CONFIG], data if isinstance(data, Mapping) and not document.problems else {}
+
+
+def _read_changes(path: Path, notes: list[str]) -> tuple[str, ...]:
+    """Return what was changed while the run ran, in the order in which it was."""
+    if not path.is_file():
+        return ()
+    found, num_unreadable = [], 0
+    with open(path, "rb") as file:
+        for fields in json_lines(file):
+            if fields is None or not {"step", "key", "before", "after", "by"} <= fields.keys():
+                num_unreadable += 1
+                continue
+            before, after = (json.dumps(fields[name], ensure_ascii=False) for name in ("before", "after"))
+            found.append(f"after step {fields['step']}: {fields['key']} {before} → {after} ({fields['by']})")
+    if num_unreadable:
+        notes.append(f"{num_unreadable} lines of {path.name} could not be read.")
+    return tuple(found)
 
 
 def _read_league(place: Path, notes: list[str]) -> Mapping[str, Any]:

@@ -26,6 +26,15 @@ function stepTicks(low, high, count) {
   return roundTicks(low, high, count).filter((tick) => Number.isInteger(tick));
 }
 
+const SPANS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 345600, 604800];
+
+function timeTicks(low, high, count) {
+  const unit = SPANS.find((seconds) => (high - low) / seconds <= count) || roundTicks(0, high - low, count)[1] || 1;
+  const ticks = [];
+  for (let tick = Math.ceil(low / unit) * unit; tick <= high; tick += unit) ticks.push(tick);
+  return ticks;
+}
+
 function logTicks(low, high, count) {
   const decades = Math.log10(high) - Math.log10(low);
   const factors = decades > count ? [1] : decades > 1.5 ? [1, 3] : [1, 1.5, 2, 3, 5, 7];

@@ -1,6 +1,4 @@
-// The data of the page, and how elements and numbers are made. Texts of the run only ever become text, never markup.
-
-const data = JSON.parse(document.getElementById('data').textContent);
+// How elements and numbers are made. Texts of a run only ever become text, never markup.
 
 function make(tag, properties, ...children) {
   return furnish(document.createElement(tag), properties, children);
@@ -50,6 +48,16 @@ function duration(seconds) {
   const [hours, minutes] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60)];
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
+}
+
+// As short as it can be said: 4:05 for minutes and seconds, 3 h, 2 d 4 h.
+function span(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor((whole % 86400) / 3600), Math.floor((whole % 3600) / 60)];
+  if (days) return hours ? `${days} d ${hours} h` : `${days} d`;
+  if (hours) return minutes ? `${hours} h ${minutes} m` : `${hours} h`;
+  if (minutes) return whole % 60 ? `${minutes}:${String(whole % 60).padStart(2, '0')} min` : `${minutes} min`;
+  return `${whole} s`;
 }
 
 function moment(seconds) {

@@ -1,0 +1,199 @@
+"""One run that somebody looks at: its metrics in memory, and a description of the rest of its folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from forge._version import __version__
+from forge.errors import DataError
+from forge.loops.runtime_changes import FILE_NAME as CHANGES
+from forge.observe.league_table import LEAGUE_TABLE, read_league
+from forge.observe.report.charts import MORE, charts_of
+from forge.observe.report.headline import HEADLINE_METRICS, facts, headline
+from forge.observe.report.reading import setting_of
+from forge.ui.ledger_counts import LedgerCounts
+from forge.ui.metric_table import MetricTable, TableRows
+from forge.ui.metric_tail import SMALL, MetricTail, sample_table
+from forge.ui.run_files import CONFIG, METRICS, Fingerprint, fingerprint, read_json_lines
+from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
+
+_DESCRIBED: Final = (CONFIG, SUPERVISOR, CHANGES, LEAGUE_TABLE)
+RECOVERY: Final = ("recovery/restarts", "recovery/steps_retrained", "recovery/seconds")
+_MAX_EVENTS: Final = 200
+_ENDS: Final = 20
+"""So many values from each end of a metric are enough for the numbers at the head of the page."""
+
+
+class LiveRun:
+    """Follows the files of one run. `advance` and `describe` may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = 0
+        """Counts what has changed."""
+        self._lock = threading.Lock()
+        self._table = MetricTable()
+        self._tail = MetricTail(folder / METRICS, self._table)
+        self._ledger = LedgerCounts(folder / "ledger.jsonl")
+        self._sample: tuple[int, MetricTable] | None = None
+        self._seen: tuple[Fingerprint | None, ...] | None = None
+        self._details = 0
+
+    @property
+    def num_cells(self) -> int:
+        """How many numbers are in memory."""
+        rows = self._table.rows()
+        return len(rows) * (len(rows.columns) + 6)
+
+    @property
+    def progress(self) -> float:
+        """How much of the metrics has been read, as a part of 1."""
+        return self._tail.progress
+
+    def rows(self) -> TableRows:
+        """Return the metrics: until all of a large file has been read, lines from all over it."""
+        sample = self._sample
+        return self._table.rows() if self._tail.is_complete or sample is None else sample[1].rows()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether `rows` has a sample of the lines instead of all."""
+        return not self._tail.is_complete and self._sample is not None
+
+    @property
+    def table_id(self) -> int:
+        """A number for what `rows` are of: when it changes, earlier rows are no longer the same ones."""
+        return -1 if self.is_partial else self._table.generation
+
+    def main_names(self) -> tuple[str, ...]:
+        """Return the metrics of all charts but those of the section *More*, which can be hundreds."""
+        shown = [chart for chart in self._charts(self.rows()) if chart["section"] != MORE]
+        series = [one for chart in shown for one in chart["series"]]
+        bands = [one["band"] for one in series if "band" in one]
+        return tuple(dict.fromkeys([*(one["key"] for one in series), *bands, *HEADLINE_METRICS, *RECOVERY]))
+
+    def _charts(self, rows: TableRows) -> list[dict[str, Any]]:
+        return charts_of(sorted(name for name, column in rows.columns.items() if not np.isnan(column).all()))
+
+    def advance(self) -> bool:
+        """Read the next part of what is new. Return whether more is left."""
+        with self._lock:
+            was_partial = self.is_partial
+            changed = self._tail.advance()
+            if not self._tail.is_complete and self._needs_sample():
+                self._sample = (self._table.generation, sample_table(self.folder / METRICS))
+                changed = True
+            if self._tail.is_complete:
+                self._sample = None
+            changed = self._ledger.advance() or changed
+            seen = tuple(fingerprint(self.folder / name) for name in _DESCRIBED)
+            if seen != self._seen:
+                self._seen, changed = seen, True
+                self._details += 1
+            if changed or was_partial != self.is_partial:
+                self.version += 1
+            return not self._tail.is_complete
+
+    def _needs_sample(self) -> bool:
+        found = fingerprint(self.folder / METRICS)
+        is_large = found is not None and found.size > SMALL
+        return is_large and (self._sample is None or self._sample[0] != self._table.generation)
+
+    # ---- What the page shows beside the curves
+
+    def status(self, summary: RunSummary) -> dict[str, Any]:
+        """Return what changes with every step: the state, how much is read, and the numbers at the head."""
+        rows = self.rows()
+        return {
+            "summary": summary.plain(),
+            "table": self.table_id,
+            "details": self._details,
+            "ledger": self._ledger.counts,
+            "numRows": len(rows),
+            "numNames": len(rows.columns),
+            "progress": round(self.progress, 3),
+            "firstTime": float(rows.times[0]) if len(rows) else None,
+            "lastTime": float(rows.times[-1]) if len(rows) else None,
+            "lastStep": int(rows.steps[-1]) if len(rows) else 0,
+            "tiles": headline(_Ends(rows)),
+        }
+
+    def describe(self, summary: RunSummary) -> dict[str, Any]:
+        """Return everything but the curves and the rollouts."""
+        config = read_settings(self.folder)
+        rows = self.rows()
+        total = setting_of(config, "training.max_steps")
+        status = self.status(summary)
+        notes: list[str] = []
+        return {
+            "run": {
+                "id": summary.id,
+                "name": summary.name,
+                "folder": str(self.folder),
+                "forge": __version__,
+                "lastStep": status["lastStep"],
+                "totalSteps": total if type(total) is int else None,
+                "firstTime": status["firstTime"],
+                "lastTime": status["lastTime"],
+                "maskTruncated": setting_of(config, "rollout.mask_truncated") is True,
+            },
+            "status": status,
+            "facts": facts(_Settings(config)),
+            "tiles": status["tiles"],
+            "charts": self._charts(rows),
+            "league": self._league(notes),
+            "changes": list(read_json_lines(self.folder / CHANGES))[-_MAX_EVENTS:],
+            "events": list(read_json_lines(self.folder / SUPERVISOR))[-_MAX_EVENTS:],
+            "notes": [*notes, *self._notes(rows)],
+        }
+
+    def _league(self, notes: list[str]) -> Mapping[str, Any]:
+        if fingerprint(self.folder / LEAGUE_TABLE) is None:
+            return {}
+        try:
+            table = read_league(self.folder)
+        except DataError as error:
+            notes.append(f"{LEAGUE_TABLE} could not be read: {error.rule}.")
+            return {}
+        return table
+
+    def _notes(self, rows: TableRows) -> list[str]:
+        notes = []
+        if self._tail.num_unreadable:
+            notes.append(f"{self._tail.num_unreadable} lines of {METRICS} could not be read and are not shown.")
+        if self._table.num_refused:
+            notes.append("The run has too many metrics; some are not shown.")
+        if rows.merged > 1:
+            notes.append(f"The run is so long that {rows.merged} steps are kept as one, their mean.")
+        return notes
+
+
+class _Settings:
+    """A configuration, for `facts`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def setting(self, path: str) -> Any:
+        return setting_of(self._config, path)
+
+
+class _Ends:
+    """The first and the last values of the metrics that the head of the page shows."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self.columns: Mapping[str, Sequence[float | None]] = {
+            name: _ends(rows.columns[name]) for name in HEADLINE_METRICS if name in rows.columns
+        }
+
+
+def _ends(column: Any) -> list[float | None]:
+    known = column[~np.isnan(column)]
+    few = known if len(known) <= 2 * _ENDS else np.r_[known[:_ENDS], known[-_ENDS:]]
+    found: list[float | None] = few.tolist()
+    return found
