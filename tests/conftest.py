@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 import forge
+from forge.runtime.forking import SCOPE
 from leftovers import lasting_children, lasting_orphans, running_children, shared_memory_files
 
 pytest_plugins = ["bounded_tests"]
+
+os.environ[SCOPE] = f"{uuid.uuid4().hex}:{os.getpid()}"  # tests share what ranks import
 
 LIMIT_S = 600
 """No test may hang: what it awaits ends within this time or the test fails."""

@@ -7,7 +7,7 @@ one row, for the loss of supervised fine-tuning and for policy losses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -58,15 +58,21 @@ BATCHES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "tall": ((9, 16, 11, 13, 15), ()),
     "one sample": ((13,), ()),
     "long": ((300, 211, 3), ()),
+    "tempered": ((9, 16, 11, 13, 15), ()),
 }
 """Lengths, and which samples have no token that counts. No two of `tall` fit into 16 tokens: each is a row by itself,
 and on two ranks one of them takes its last row without a sample."""
+TEMPERATURES = (0.7, 1.0, 0.7, 1.3, 1.0)
+"""Of the samples of `tempered`. In rows of 16 tokens each is alone with its temperature."""
 
 
 def batch_of(name: str, *, order: str = "as made") -> Batch:
     lengths, weightless = BATCHES[name]
     batch = made_batch(lengths, vocab=VOCAB, fields=POLICY_FIELDS, seed=11, weightless=weightless)
     samples = list(batch.samples())
+    if name == "tempered":
+        pairs = zip(samples, TEMPERATURES, strict=True)
+        samples = [replace(sample, temperature=temperature) for sample, temperature in pairs]
     if order == "reversed":
         samples.reverse()
     elif order == "shuffled":
@@ -113,6 +119,8 @@ ON_ONE = [
         for loss in ("cross entropy", "token mean")
         for tokens in (303, 600)
     ),
+    *(case(loss=loss, batch="tempered", microbatch_tokens=16) for loss in ("cross entropy", "token mean")),
+    case(loss="token mean", batch="tempered", microbatch_tokens=33, head_chunk_tokens=3, order="shuffled"),
     case(model="tied", microbatch_tokens=16, order="shuffled"),
     case(model="mixture", microbatch_tokens=16, order="shuffled"),
     case(model="mixture", loss="token mean", microbatch_tokens=16, activation_checkpointing="full"),
@@ -131,6 +139,7 @@ ON_TWO = [
     ),
     *(case(loss=loss, batch="one sample", **layout) for layout in LAYOUTS.values() for loss in LOSSES),
     *(case(loss=loss, batch="tall", microbatch_tokens=16, strategy="fsdp") for loss in ("cross entropy", "token mean")),
+    *(case(loss="token mean", batch="tempered", microbatch_tokens=33, **layout) for layout in LAYOUTS.values()),
     case(batch="tall", microbatch_tokens=16, strategy="replicate"),
     case(model="mixture", batch="tall", microbatch_tokens=16, expert=2),
     case(batch="tall", microbatch_tokens=16, pipeline=2, pipeline_microbatches=2, pipeline_schedule="GPipe"),
@@ -201,3 +210,5 @@ def test_cases_differ(plain: dict[Case, Outcome]) -> None:
     for batch in ("mixed", "one sample"):
         losses = [plain[Case(loss=loss, batch=batch)].loss for loss in LOSSES]
         assert len({round(loss, 9) for loss in losses}) == len(LOSSES)
+    of_temperatures = [plain[Case(loss="cross entropy", batch=batch)].loss for batch in ("tall", "tempered")]
+    assert of_temperatures[0] != pytest.approx(of_temperatures[1], rel=1e-4)

@@ -98,9 +98,13 @@ def test_another_token_has_its_cause(copied: Path) -> None:
     edit_sessions(copied, lambda chosen: chosen["run"].update(seed=7))
     assert causes(resample(copied, number)) == {"sampling"}
     session.write_bytes(before)
-    edit_sessions(copied, lambda chosen: chosen["generator"]["sampling"].update(temperature=0.7))
+    path = step_path(copied / "replay", 3)
+    kept = path.read_bytes()
+    head, columns = unpack(kept, path=path)
+    head["groups"][0]["temperature"] = 0.7
+    path.write_bytes(pack(head, columns))
     assert causes(resample(copied, number)) == {"kernel"}
-    session.write_bytes(before)
+    path.write_bytes(kept)
     shutil.rmtree(copied / "checkpoints" / "step-00000002")  # version 2 is trained again, from other weights
     edit_sessions(copied, lambda chosen: chosen["training"].update(learning_rate=0.1))
     found = resample(copied, number)

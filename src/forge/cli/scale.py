@@ -37,7 +37,7 @@ def _scale(arguments: argparse.Namespace) -> int:
 
     wanted = dict(_read(word) for word in arguments.counts)
     try:
-        request = {"command": "scale" if wanted else "show", "workers": wanted}
+        request = {"command": "scale", "workers": wanted}
         reply = ask_run(arguments.run_dir, request, timeout_s=arguments.timeout)
     except RunRefused as error:
         print(f"forge scale: {error}", file=sys.stderr)

@@ -194,6 +194,15 @@ Name = Annotated[
     ),
 ]
 
+Tag = Annotated[
+    str,
+    matches(
+        r"[^\s,]{1,64}",
+        rule="must be 1 to 64 characters without spaces and commas",
+        repair="choose such a word, for example baseline or lr=3e-4",
+    ),
+]
+
 EnvName = Annotated[
     str,
     matches(
@@ -240,6 +249,38 @@ KubernetesName = Annotated[
         r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
         rule="must be a Kubernetes name: lower-case letters, digits, `-` and `.`, with a letter or digit at both ends",
         repair="use the name as `kubectl get` shows it",
+    ),
+]
+
+
+_LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+
+LabelKey = Annotated[
+    str,
+    matches(
+        rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL}",
+        rule="must be the key of a Kubernetes label: at most 63 letters, digits, `-`, `_` or `.`, with a letter or "
+        "digit at both ends, and perhaps a domain and a slash before it",
+        repair="write for example team, or example.org/team",
+    ),
+]
+
+LabelValue = Annotated[
+    str,
+    matches(
+        rf"({_LABEL})?",
+        rule="must be the value of a Kubernetes label: at most 63 letters, digits, `-`, `_` or `.`, with a letter or "
+        "digit at both ends",
+        repair="shorten it, and leave out spaces and other characters",
+    ),
+]
+
+MountPath = Annotated[
+    str,
+    matches(
+        r"/[^:\0]*",
+        rule="must be an absolute path without `:`",
+        repair="write for example /runs",
     ),
 ]
 

@@ -387,6 +387,17 @@ class ServeConfig(ConfigModel):
         description="API key that requests must send; null for the environment variable FORGE_API_KEY, or none if "
         "that is unset. Required to listen on any address other than loopback.",
     )
+    tls_cert: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file with the server's certificate, and those between it and its CA; null for plain HTTP.",
+    )
+    tls_key: str | None = Field(default=None, min_length=1, description="PEM file with the certificate's private key.")
+    insecure: bool = Field(
+        default=False,
+        description="Allow plain HTTP on an address other than loopback. Requests and the API key can then be read on "
+        "the way.",
+    )
     model_name: str | None = Field(
         default=None,
         min_length=1,

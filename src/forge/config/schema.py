@@ -19,9 +19,13 @@ from forge.config.base import (
     EnvName,
     FrozenDict,
     KubernetesName,
+    LabelKey,
+    LabelValue,
+    MountPath,
     Name,
     PathText,
     SbatchLine,
+    Tag,
     TimeLimit,
     broken_rule,
 )
@@ -36,6 +40,9 @@ class RunConfig(ConfigModel):
         description="Folder for everything that the run writes. A relative path starts at the working directory.",
     )
     seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Seed from which every random choice is derived.")
+    tags: tuple[Tag, ...] = Field(
+        default=(), max_length=32, description="Words to find the run by in `forge ui`. They change nothing else."
+    )
 
 
 class RopeScalingConfig(ConfigModel):
@@ -169,8 +176,13 @@ class KubernetesConfig(ConfigModel):
     service_account: KubernetesName | None = Field(
         default=None, description="Service account of the pods; null for the namespace's default."
     )
-    labels: Mapping[str, str] = Field(default_factory=FrozenDict, description="Labels to put on every pod.")
+    labels: Mapping[LabelKey, LabelValue] = Field(default_factory=FrozenDict, description="Labels to put on every pod.")
     port: int = Field(default=22222, ge=1, le=65535, description="Port on which the workers listen inside the cluster.")
+    claims: Mapping[KubernetesName, MountPath] = Field(
+        default_factory=FrozenDict,
+        description="Persistent volume claims to mount in every pod, and where, such as {runs: /runs}. "
+        "Checkpoints of a trainer must be written to one that all pods share.",
+    )
     tls_secret: KubernetesName | None = Field(
         default=None,
         description="Secret with tls.crt, tls.key and ca.crt for the channel between hosts; null for plain TCP.",
@@ -178,6 +190,12 @@ class KubernetesConfig(ConfigModel):
     start_timeout_s: float = Field(
         default=900.0, ge=1, description="Seconds in which every pod must be ready, image pull included."
     )
+
+    @model_validator(mode="after")
+    def _check_claims(self) -> Self:
+        if len(set(self.claims.values())) != len(self.claims):
+            raise broken_rule("each claim needs a folder of its own", repair="mount one elsewhere", key="claims")
+        return self
 
 
 class LauncherConfig(ConfigModel):
@@ -198,8 +216,32 @@ class LauncherConfig(ConfigModel):
         min_length=1,
         description="Address on which the controller listens. Anything but loopback is reachable by others.",
     )
+    insecure: bool = Field(
+        default=False,
+        description="Allow plain TCP that other machines can reach. Without it, everything off loopback needs TLS. "
+        "Set it only on a network where you trust every machine and user.",
+    )
     job_name: Name = Field(
         default="forge", description="Name of the SLURM job, or of the Kubernetes objects, that holds the workers."
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, description="Seconds between two heartbeats to a host.")
+    heartbeat_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Seconds without an answer to a heartbeat after which a host counts as lost, and its replicas are "
+        "restarted on others. Raise it where networks or file systems stall for longer.",
+    )
+    lease_s: float = Field(
+        default=8.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a host ends every process of the run, because its "
+        "controller is gone. More than heartbeat_s + heartbeat_timeout_s.",
+    )
+    attach_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds in which a worker that listens must have answered. More than lease_s, for which a host "
+        "may still be held for a controller that was killed.",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="The SLURM job.")
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="The Kubernetes pods.")
@@ -214,6 +256,14 @@ class LauncherConfig(ConfigModel):
             raise broken_rule(rule, repair="start `forge worker` on each host and list the addresses", key="hosts")
         if len(set(self.hosts)) != len(self.hosts):
             raise broken_rule("may not name a worker twice", repair="remove the second one", key="hosts")
+        silence_s = self.heartbeat_s + self.heartbeat_timeout_s
+        if self.lease_s <= silence_s:
+            rule = f"must be more than heartbeat_s + heartbeat_timeout_s, which is {silence_s:g}"
+            repair = "raise it, or lower those: a host must not end the run's processes while it still counts as ready"
+            raise broken_rule(rule, repair=repair, key="lease_s")
+        if self.attach_timeout_s <= self.lease_s:
+            rule = f"must be more than lease_s, which is {self.lease_s:g}"
+            raise broken_rule(rule, repair="raise it, or lower lease_s", key="attach_timeout_s")
         if self.kind == "kubernetes" and self.kubernetes.image is None:
             rule = "is needed when launcher.kind is `kubernetes`"
             raise broken_rule(

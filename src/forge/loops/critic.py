@@ -106,8 +106,14 @@ class Critic:
 
     def __init__(self, config: GRPOConfig, handle: ServedTrainer, *, mask_truncated: bool) -> None:
         self._config, self._handle, self._mask_truncated = config, handle, mask_truncated
+        self._made_with = config.critic.training.over(config.training).learning_rate
+        self._options: dict[str, Any] = {}
         self.metrics: dict[str, float] = {}
         """What the last step found, by the names of metrics."""
+
+    def use_rate(self, learning_rate: float) -> None:
+        """Take this as the highest rate of the schedule from the next step on."""
+        self._options = {} if learning_rate == self._made_with else {"learning_rate": learning_rate}
 
     async def value(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the newest critic's values."""
@@ -118,10 +124,10 @@ class Critic:
     async def learn(self, groups: Sequence[Group]) -> StepResult:
         """Take the critic's steps on groups with values. Returns what the first step saw."""
         found = CriticBatch.of(groups, self._config.algorithm, mask_truncated=self._mask_truncated)
-        first = last = await self._handle.train_step(found.batch)
+        first = last = await self._handle.train_step(found.batch, **self._options)
         seconds = first.seconds
         for _ in range(self._config.critic_iterations - 1):
-            last = await self._handle.train_step(found.batch)
+            last = await self._handle.train_step(found.batch, **self._options)
             seconds += last.seconds
         self.metrics = {
             "critic/loss": first.loss,

@@ -11,7 +11,8 @@ from forge.loops.planning import GRPOPlan
 from forge.rollout.curriculum import Curriculum
 
 if TYPE_CHECKING:
-    from forge.rollout.buffer import ReplayBuffer, TakenBatch
+    from forge.rollout.buffer import ReplayBuffer
+    from forge.rollout.taken_batch import TakenBatch
 
 
 def make_curriculum(plan: GRPOPlan) -> Curriculum | None:

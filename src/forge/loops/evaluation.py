@@ -21,6 +21,7 @@ from forge.types import Episode, Group, Score, Task
 if TYPE_CHECKING:
     from forge.data.prompts import PromptDataset
     from forge.loops.planning import GRPOPlan
+    from forge.loops.waits import Waits
     from forge.loops.workers import Workers
 
 _log = logging.getLogger("forge.grpo")
@@ -204,6 +205,63 @@ class Evaluator:
     def _is_solved(self, score: Score) -> bool:
         name = self._config.reward
         return (score.reward if name is None else score.parts.get(name, 0.0)) >= self._config.solved_at - 1e-9
+
+
+class RunEvaluations:
+    """The evaluations of a run: one of a step at most.
+
+    Args:
+        evaluator: asks the held-out prompts; None where there are none.
+        config: the section `evaluation`.
+        waits: shows that one is under way, and has what cuts it short.
+    """
+
+    def __init__(self, evaluator: Evaluator | None, config: EvaluationConfig, *, waits: Waits) -> None:
+        self._evaluator, self._config, self._waits = evaluator, config, waits
+        self._found: list[Evaluation] = []
+        self.step: int | None = None
+        """The step that was evaluated last."""
+
+    @property
+    def first(self) -> Evaluation | None:
+        return self._found[0] if self._found else None
+
+    @property
+    def last(self) -> Evaluation | None:
+        return self._found[-1] if self._found else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is anything to ask after this step that was not asked."""
+        return self._evaluator is not None and self.step != step
+
+    async def run(self, step: int, *, record: Callable[[Sequence[Group]], object]) -> Evaluation | None:
+        """Evaluate after a step, and return what was found; None where the run is asked to end meanwhile."""
+        assert self._evaluator is not None
+        with self._waits.shown("held-out prompts are evaluated"):
+            found = await self._waits.stop.unless(self._evaluator.run(record=record))
+        if found is not None:
+            self._found.append(found)
+            self.step = step
+        return found
+
+    def of_step(self, step: int) -> Evaluation | None:
+        """Return what was found after a step; None where it was not evaluated."""
+        return self.last if self.step == step else None
+
+    def has_reached_goal(self, step: int) -> bool:
+        """Whether the evaluation after this step reached `evaluation.stop_at`."""
+        goal, found = self._config.stop_at, self.of_step(step)
+        return goal is not None and found is not None and found.solved >= goal
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the first evaluation and the last one."""
+        kept = (*self._found[:1], *self._found[1:][-1:])
+        return {"evaluated_step": self.step, "evaluations": [each.plain() for each in kept]}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Resume from what a checkpoint kept."""
+        self.step = extra["evaluated_step"]
+        self._found = [Evaluation.read(each) for each in extra["evaluations"]]
 
 
 def make_evaluator(plan: GRPOPlan, workers: Workers, source: object) -> Evaluator | None:

@@ -18,19 +18,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig, save
 from forge.envs.episode import EpisodeProgram
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
+from forge.generator.engine import UpdateReport
 from forge.loops.agents import agent_credit
 from forge.loops.bound_versions import BoundVersions
 from forge.loops.curriculum import RunCurriculum
-from forge.loops.evaluation import Evaluation, make_evaluator
+from forge.loops.evaluation import RunEvaluations, make_evaluator
+from forge.loops.grpo_control import GRPOControl
 from forge.loops.league import run_league
 from forge.loops.learning import Learner
 from forge.loops.planning import GRPOPlan
@@ -38,19 +40,29 @@ from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records, tracing
 from forge.loops.restarting import Restarts, start_planned
 from forge.loops.results import GRPOResult
-from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
+from forge.loops.resuming import (
+    SaveRule,
+    check_continues,
+    group_keys,
+    ledger_before,
+    newest_checkpoint,
+    report_changes,
+    where_it_stopped,
+)
 from forge.loops.rollouts import RolloutRunner, RolloutSource, make_source
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.loops.scaling import RunScaling
+from forge.loops.runtime_changes import is_continued
 from forge.loops.step_metrics import StepClock, StepMetrics
-from forge.loops.stopping import Reminder, Stop, stopped_by_signals
-from forge.loops.volumes import load_version
+from forge.loops.stopping import Stop, stopped_by_signals
+from forge.loops.waits import Waits
+from forge.loops.weight_updates import WeightUpdates
 from forge.loops.workers import Workers
 from forge.observe import span
 from forge.observe.clock import monotonic_s
-from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.signal import NoSignalGroup
+from forge.rollout.taken_batch import TakenBatch
 from forge.runtime.lifetime import run
 from forge.trainer.recovering import LOST
 from forge.trainer.schedules import is_due
@@ -62,7 +74,6 @@ if TYPE_CHECKING:
 __all__ = ["GRPOLoop", "GRPOResult", "run_grpo"]
 
 _log = logging.getLogger("forge.grpo")
-T = TypeVar("T")
 
 
 async def run_grpo(
@@ -160,22 +171,25 @@ class GRPOLoop:
         self._league = run_league(plan, source.league, workers.policy)
         self._curriculum = RunCurriculum(source.curriculum)
         self._bound = BoundVersions(self._config, workers)
-        self._evaluator = make_evaluator(plan, workers, source)
         self._records: Records | None = None
         self._has_begun = False
         self._metrics = StepMetrics(source, self._buffer, clock=clock)
         self._runner = RolloutRunner(plan, source, self._buffer, metrics=self._metrics)
-        self._scaling = RunScaling(plan, workers, self._buffer, step=lambda: self._step)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
         self._step, self._reward = 0, math.nan
-        self._weights_digest: str | None = None
-        self._evaluations: list[Evaluation] = []
-        self._evaluated_step: int | None = None
         self._last_save: tuple[int, int | None] | None = None
-        self._syncing: asyncio.Task[None] | None = None
-        self._failed: list[asyncio.Task[None]] = []
+        step, evaluator = lambda: self._step, make_evaluator(plan, workers, source)
+        self._waits = waits = Waits(self._stop, report_s=plan.rollout.report_wait_s, step=step)
+        self._evaluations = RunEvaluations(evaluator, self._config.evaluation, waits=waits)
+        name = self._config.generator.weights
+        self._weights = WeightUpdates(
+            workers, name=name, waits=waits, clock=self._clock, published=self._league.grow, served=self._note_served
+        )
+        self._control = GRPOControl(
+            plan, workers, buffer=self._buffer, source=source, learner=self.learner, waits=waits, step=step
+        )
 
     # ---- The whole ------------------------------------------------------------------------------------------------
 
@@ -188,7 +202,7 @@ class GRPOLoop:
         """Train until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
         try:
-            async with self._scaling.open():
+            async with self._control.open():
                 await self._train_with_rollouts()
         except RecordError:
             await self._complete_save()
@@ -201,11 +215,12 @@ class GRPOLoop:
         try:
             await self._train()
         finally:
-            others = {rollouts} if self._syncing is None else {rollouts, self._syncing}
+            others = {rollouts} if self._weights.under_way is None else {rollouts, self._weights.under_way}
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
-        failed = [task for task in (rollouts, *self._failed) if not task.cancelled() and task.exception() is not None]
+        ended = (rollouts, *self._weights.failed)
+        failed = [task for task in ended if not task.cancelled() and task.exception() is not None]
         if failed and self._stop.signal is not None:  # a scheduler ends all processes of a job at once
             _log.warning("while the run was stopped: %s", failed[0].exception())
         elif failed:
@@ -218,28 +233,31 @@ class GRPOLoop:
         if extra is not None:
             check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
             self._ledger_before = ledger_before(self._config, extra)
-            report_changes(self._config, run_dir(self._config))
         resume_step = None if extra is None else int(extra["step"])
         self._records = Records(self._plan, prompts=self._source.curriculum, resume_step=resume_step)
-        save(self._config, run_dir(self._config))
         if extra is not None:
             self._restore(extra)
             await self._league.restore(extra)
+        is_resumed = is_continued(self._config, has_checkpoint=extra is not None)
+        config = self._control.begin(is_resumed=is_resumed, saved=None if extra is None else extra.get("settings"))
+        if extra is not None:
+            report_changes(config, run_dir(config), other_than=self._control.settings.repeated)
+        save(config, run_dir(config))
         self._has_begun = True
         self._save_rule.saved()
         if self._stop.is_asked:
             return
-        await self._sync()
-        self._records.begin_steps(weights=self._weights_digest, trainer=await self._workers.trainer.state())
+        await self._weights.sync(self._step)
+        self._records.begin_steps(weights=self._weights.digest, trainer=await self._workers.trainer.state())
         await self._bound.pin(self._step, is_resumed=extra is not None)
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
 
     def _restore(self, extra: dict[str, Any]) -> None:
         assert self._records is not None
-        self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
-        self._last_save = (self._step, self._evaluated_step)
-        self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
+        self._step = int(extra["step"])
+        self._evaluations.restore(extra)
+        self._last_save = (self._step, self._evaluations.step)
         self._buffer.load(extra["buffer"], committed=self._records.ledger.committed)
         self._credit.load(extra.get("agents", {}))
         self._curriculum.restore(extra)
@@ -248,8 +266,7 @@ class GRPOLoop:
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
 
     async def _train(self) -> None:
-        limit = self._config.training.max_steps
-        while not self._stop.is_asked and (limit is None or self._step < limit) and not self._reached_goal():
+        while not self._is_done():
             self._clock.restart()
             taken = await self._next_batch()
             if taken is None:
@@ -262,48 +279,44 @@ class GRPOLoop:
             groups, result = learned
             self._buffer.commit()
             self._league.commit(taken)
-            self._step, self._weights_digest = self._step + 1, None
+            self._step, self._weights.digest = self._step + 1, None
             self._curriculum.commit(taken, step=self._step)
+            self._control.change()  # before the next weights are served, with which the next rollouts begin
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
-                await self._hand_over()
+                await self._weights.hand_over(self._step, at_once=self._buffer.staleness == 0)
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
             if is_due(self._step, self._config.evaluation.interval):
                 await self._evaluate()
+            await self._control.commands.carry_out("evaluate", self._evaluate_now)
             if self._save_rule.is_due(self._step) or self.learner.is_log_full:
                 await self._save()
-        await self._finish_sync()
+            await self._control.commands.carry_out("save", self._save_now)
+        await self._weights.finish()
+
+    def _is_done(self) -> bool:
+        limit = self._config.training.max_steps
+        is_last = limit is not None and self._step >= limit
+        return is_last or self._stop.is_asked or self._evaluations.has_reached_goal(self._step)
 
     async def _next_batch(self) -> TakenBatch | None:
         """Return the next batch; None at the end, or when the run is asked to stop."""
         generating_before = self._source.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
             try:
-                taken = await self._stop.unless(
-                    self._buffer.take(), reminder=self._reminder(self._runner.describe_wait)
-                )
+                taken = await self._waits.unless(self._buffer.take(), self._runner.describe_wait)
             except RolloutError:  # too many batches in a row had no signal
                 await self._save()
                 raise
         self._clock.move("waiting", "generating", self._source.generating_s - generating_before)
         return taken
 
-    def _reminder(self, what: Callable[[], str]) -> Reminder:
-        """Return what logs, now and then, what a long wait is for."""
-        return Reminder(
-            self._plan.rollout.report_wait_s, lambda: _log.warning("step %d waits: %s", self._step + 1, what())
-        )
-
-    async def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        return await self._reminder(lambda: what).during(work)
-
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult] | None:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                reminder = self._reminder(lambda: "the trainer learns")
                 learning = self.learner.learn(taken.groups, step=self._step)
-                groups, result = await self._stop.in_time(learning, self._abandon, reminder=reminder)
+                groups, result = await self._waits.in_time(learning, self._abandon, "the trainer learns")
         except StepAbandoned:
             return None
         except NonFiniteError:
@@ -318,95 +331,67 @@ class GRPOLoop:
         if await self.learner.abandon(step=self._step):
             _log.warning("step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1)
 
-    # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
-
-    async def _hand_over(self) -> None:
-        """Send the new weights to the generators: at once when training is synchronous, else during the next step."""
-        await self._finish_sync()
-        if self._failed:
-            return
-        if self._plan.rollout.staleness == 0:
-            await self._sync()
-            return
-        with self._clock.part("syncing"):
-            await self._publish()
-        self._syncing = self._stop.watch(self._serve(self._step), f"the update to version {self._step}")
-
-    async def _sync(self) -> None:
-        with self._clock.part("syncing"):
-            await self._publish()
-            await self._serve(self._step)
-
-    async def _publish(self) -> None:
-        publishing = self._workers.trainer.publish_weights(self._step, name=self._config.generator.weights)
-        self._weights_digest = await self._wait(publishing, "the trainer publishes its weights")
-        await self._league.grow(self._step)
-
-    async def _serve(self, version: int) -> None:
-        with span("update generators", version=version):
-            taking = load_version(self._workers, version, name=self._config.generator.weights)
-            reports = await self._wait(taking, f"generators load version {version}")
+    def _note_served(self, version: int, reports: Sequence[UpdateReport]) -> None:
         self._metrics.note_sync(reports)
         self._buffer.serve(version)
-
-    async def _finish_sync(self) -> None:
-        """Wait for the update under way. One that failed has asked the run to stop, and is raised at its end, when what
-        was learned meanwhile is written and saved."""
-        if self._syncing is not None:
-            with self._clock.part("syncing"):
-                await asyncio.wait({self._syncing})
-            if self._syncing.exception() is not None:
-                self._failed.append(self._syncing)
-            self._syncing = None
 
     # ---- Records, evaluation, checkpoints, and the end ------------------------------------------------------------
 
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
         """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
-        batch, weights = self.learner.batch, self._weights_digest
-        self._records.step(self._step, groups, dropped=taken.drops, result=result, batch=batch, weights=weights)
+        self._records.step(
+            self._step,
+            groups,
+            dropped=taken.drops,
+            result=result,
+            batch=self.learner.batch,
+            weights=self._weights.digest,
+            learning_rate=self.learner.learning_rate,
+        )
         self._source.forget([*(group.number for group in groups), *(number for number, _ in taken.drops)])
         self._league.write(self._step)
         values = self._metrics.of_step(taken, result, clock=self._clock) | self.learner.take_metrics()
         await self._records.metrics(self._step, values)
-        self._scaling.after_step(values, generating_s=self._source.generating_s)
+        self._control.scaling.after_step(values, generating_s=self._source.generating_s)
 
     def _note_no_signal(self, no_signal: NoSignalGroup) -> Path | None:
         assert self._records is not None
         return self._records.no_signal(self._buffer.num_taken + 1, no_signal)
 
     async def _evaluate(self) -> None:
-        if self._evaluator is None or self._evaluated_step == self._step:
+        if not self._evaluations.is_due(self._step):
             return
         assert self._records is not None
-        await self._finish_sync()
-        record = partial(self._records.evaluation, self._step)
-        found = await self._stop.unless(self._evaluator.run(record=record))
-        if found is None:
-            return
-        self._evaluations.append(found)
-        self._evaluated_step = self._step
-        await self._records.metrics(self._step, found.values())
+        await self._weights.finish()
+        found = await self._evaluations.run(self._step, record=partial(self._records.evaluation, self._step))
+        if found is not None:
+            await self._records.metrics(self._step, found.values())
 
-    def _reached_goal(self) -> bool:
-        goal = self._config.evaluation.stop_at
-        is_fresh = self._evaluated_step == self._step and self._evaluations
-        return goal is not None and bool(is_fresh) and self._evaluations[-1].solved >= goal
+    async def _evaluate_now(self) -> Mapping[str, Any]:
+        await self._evaluate()
+        found = self._evaluations.of_step(self._step)
+        return {"evaluation": None if found is None else found.plain()}
+
+    async def _save_now(self) -> Mapping[str, Any]:
+        """Save, and return where the checkpoint is when it is complete."""
+        await self._save()
+        await self._waits.during(self._workers.trainer.wait_saved(), "the checkpoint is written")
+        return {"checkpoint": str(newest_checkpoint(checkpoint_dir(self._config)))}
 
     async def _save(self) -> None:
-        if self._last_save == (self._step, self._evaluated_step):
+        if self._last_save == (self._step, self._evaluations.step):
             return
-        fresh = self._evaluations[-1] if self._evaluated_step == self._step and self._evaluations else None
+        fresh = self._evaluations.of_step(self._step)
         extra = {
             "step": self._step,
             "buffer": self._buffer.state(),
             "prompts": self._plan.prompts_digest,
             "group": group_keys(self._config),
             "ledger_before": self._ledger_before,
-            "weights": self._weights_digest,
-            "evaluated_step": self._evaluated_step,
-            "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
+            "weights": self._weights.digest,
+            "settings": self._control.settings.values,
+            **self._evaluations.state(),
         }
         extra |= {"agents": self._credit.state()} if self._credit.baselines else {}
         extra |= self._league.state(self._buffer.pending) | self._curriculum.state(self._buffer)
@@ -414,8 +399,8 @@ class GRPOLoop:
             self._records.flush()
         with span("save", step=self._step):
             saving = self.learner.save(extra=extra, metric=None if fresh is None else -fresh.reward)
-            await self._wait(saving, "the trainer saves its state")
-        self._last_save = (self._step, self._evaluated_step)
+            await self._waits.during(saving, "the trainer saves its state")
+        self._last_save = (self._step, self._evaluations.step)
         self._save_rule.saved()
 
     async def _complete_save(self) -> None:
@@ -441,8 +426,8 @@ class GRPOLoop:
         return GRPOResult(
             step=self._step,
             reward=self._reward,
-            first_evaluation=self._evaluations[0] if self._evaluations else None,
-            evaluation=self._evaluations[-1] if self._evaluations else None,
+            first_evaluation=self._evaluations.first,
+            evaluation=self._evaluations.last,
             is_stopped=self._stop.is_asked,
             export=export,
             report=self._end(),

@@ -21,7 +21,7 @@ from forge.trainer.checkpoint_folder import readable_checkpoints
 
 if TYPE_CHECKING:
     from forge.loops.workers import PolicyHandle
-    from forge.rollout.buffer import TakenBatch
+    from forge.rollout.taken_batch import TakenBatch
     from forge.store.pins import PinnedVersions
 
 

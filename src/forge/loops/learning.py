@@ -58,18 +58,24 @@ class StepRule:
         )
         return with_advantages, batch
 
-    async def take_steps(self, trainer: TrainerHandle, batch: Batch) -> StepResult:
-        """Take all steps on one batch. Report what the first one saw."""
-        temperature, record = self.config.generator.sampling.temperature, self.config.record
+    async def take_steps(
+        self, trainer: TrainerHandle, batch: Batch, *, learning_rate: float | None = None
+    ) -> StepResult:
+        """Take all steps on one batch. Report what the first one saw. `learning_rate` is the highest rate of the
+        schedule; None for what the trainer was made with."""
+        own, record = self.config.generator.sampling.temperature, self.config.record
+        temperature = None if batch.temperatures else own
+        options: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
         if "ref_logprobs" in self.loss.fields and self.config.base_is_reference:
             batch = with_field(batch, "ref_logprobs", await trainer.base_logprobs(batch, temperature))
         if "proximal_logprobs" in self.loss.fields:
             before = await trainer.forward_logprobs(batch, temperature=temperature)
             batch = with_field(batch, "proximal_logprobs", before)
-        first = await trainer.train_step(batch, keep_logprobs=record.rollouts != "none" and record.trainer_logprobs)
+        keep = record.rollouts != "none" and record.trainer_logprobs
+        first = await trainer.train_step(batch, keep_logprobs=keep, **options)
         last, seconds = first, first.seconds
         for _ in range(self.config.rollout.iterations - 1):
-            last = await trainer.train_step(batch)
+            last = await trainer.train_step(batch, **options)
             seconds += last.seconds
         return replace(first, seconds=seconds, learning_rate=last.learning_rate)
 
@@ -88,6 +94,9 @@ class Learner:
         self._restart: Mapping[str, float] = {}
         self.batch: Batch | None = None
         """The batch of the last step, or of the one under way."""
+        self.learning_rate: float | None = None
+        """The highest rate of the schedule in that step; None for what the trainer was made with."""
+        self._next_rate: float | None = None
         self._shares_gpu = plan.run.critic is not None and plan.run.critic.is_beside and plan.run.critic.on_gpu
 
     def take_metrics(self) -> dict[str, Value]:
@@ -99,6 +108,13 @@ class Learner:
     def note_restart(self, metrics: Mapping[str, float]) -> None:
         """Add to the next step's metrics what it cost to start the whole run again."""
         self._restart = metrics
+
+    def use_rates(self, config: GRPOConfig) -> None:
+        """Take the learning rates of a configuration from the next step on."""
+        rate = config.training.learning_rate
+        self._next_rate = None if rate == self._plan.trainer.training.learning_rate else rate
+        if self._critic is not None:
+            self._critic.use_rate(config.critic.training.over(config.training).learning_rate)
 
     async def learn(self, groups: Sequence[Group], *, step: int) -> tuple[list[Group], StepResult]:
         """Take the optimizer's steps on one batch, after `step` steps of the run. Returns the groups with their
@@ -114,7 +130,7 @@ class Learner:
         valued = groups if self._critic is None else await self._critic.value(groups)
         await self._free(self._workers.critic)
         with_advantages, batch = self._rule.batch(valued)
-        self.batch = batch
+        self.batch, self.learning_rate = batch, self._next_rate
         result = await self._steps(batch, valued, only_critic=step < self._plan.config.critic.warmup_steps)
         self._credit.learned_from(groups)
         if self._plan.config.placement == "turns":  # else generators would wake to a device that is full
@@ -127,12 +143,12 @@ class Learner:
     async def _steps(self, batch: Batch, valued: Sequence[Group], *, only_critic: bool) -> StepResult:
         """Let the policy and then the critic learn; in the critic's warm-up the critic alone."""
         if self._critic is None:
-            return await self._rule.take_steps(self._workers.trainer, batch)
+            return await self._rule.take_steps(self._workers.trainer, batch, learning_rate=self.learning_rate)
         if only_critic:
             seen = await self._critic.learn(valued)
             await self._free(self._workers.critic)
             return replace(seen, loss=0.0, grad_norm=0.0, learning_rate=0.0, num_loss_tokens=0, metrics={})
-        result = await self._rule.take_steps(self._workers.trainer, batch)
+        result = await self._rule.take_steps(self._workers.trainer, batch, learning_rate=self.learning_rate)
         await self._free(self._workers.trainer)
         await self._critic.learn(valued)
         await self._free(self._workers.critic)

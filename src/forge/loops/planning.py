@@ -257,10 +257,9 @@ def refuse_ranks() -> ConfigError:
     )
 
 
-def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
-    """Fill in what depends on other keys: no completion may be longer than a trainer takes."""
-    generator = config.generator
-    if generator.sampling.temperature == 0:
+def check_rollout_temperature(temperature: float) -> None:
+    """Refuse a temperature at which all completions of a group are the same."""
+    if temperature == 0:
         raise ConfigError(
             "rollouts at temperature 0 cannot differ from each other",
             path="generator.sampling.temperature",
@@ -268,6 +267,12 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
             rule="more than 0 in reinforcement learning",
             repair="set 1.0; evaluation.temperature is another key",
         )
+
+
+def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
+    """Fill in what depends on other keys: no completion may be longer than a trainer takes."""
+    generator = config.generator
+    check_rollout_temperature(generator.sampling.temperature)
     if generator.sampling.adapter is not None:
         raise ConfigError(
             "rollouts are sampled by the policy that is trained, not by another adapter",

@@ -20,11 +20,12 @@ from forge.config import GRPOConfig, SupervisedConfig, TrainerConfig
 from forge.data import BatchLoader, Loaders
 from forge.envs.episode import EpisodeProgram
 from forge.errors import DataError
+from forge.loops.live_settings import LIVE_KEYS
 from forge.loops.planning import GRPOPlan, plan_run
 from forge.loops.resuming import check_folders, resumed_state
 from forge.loops.run_kinds import RunKind, kind_of
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
-from forge.loops.runtime_changes import with_changes
+from forge.loops.runtime_changes import is_continued, with_changes
 from forge.loops.worker_checks import check_supervised_workers
 from forge.memory import check_at_start
 from forge.memory.resolved import ACCUMULATION_NOTE
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
 def check_grpo(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GRPOPlan:
     """Check a run of reinforcement learning, and return what it would do. `program` makes its episodes, if given.
 
-    A run that is resumed continues with what was changed while it ran: see `forge.loops.runtime_changes`.
+    A run that is resumed continues with the workers and hosts that it had last: see `forge.loops.runtime_changes`.
     """
     plan = plan_run(config, program=program)
-    changed = config if plan.checkpoint is None else with_changes(config, run_dir(config))
+    is_resumed = is_continued(config, has_checkpoint=plan.checkpoint is not None)
+    changed = with_changes(config, run_dir(config), other_than=LIVE_KEYS) if is_resumed else config
     return plan if changed is config else replace(plan_run(changed, program=program), asked=config)
 
 

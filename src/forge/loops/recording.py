@@ -97,15 +97,17 @@ class Records:
         result: StepResult,
         batch: Batch | None = None,
         weights: str | None = None,
+        learning_rate: float | None = None,
     ) -> None:
         """Write what became of a step's groups, the episodes with the trainer's logprobs, and what is needed to replay
-        the step: `batch` is what it learned from, `weights` the digest of what it published."""
+        the step: `batch` is what it learned from, `weights` the digest of what it published, and `learning_rate` the
+        highest rate of the schedule where that was changed."""
         trained = [LedgerLine(step, group.number, group.epoch, group.task.id, "trained") for group in groups]
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
         logprobs = result.logprobs
         self._rollouts.write(step, groups, None if logprobs is None else logprobs_by_episode(groups, logprobs))
         if self._step_log is not None and batch is not None:
-            self._step_log.write(step, groups, batch=batch, result=result, weights=weights)
+            self._step_log.write(step, groups, batch=batch, result=result, weights=weights, learning_rate=learning_rate)
 
     def begin_steps(self, *, weights: str | None, trainer: Mapping[str, Any]) -> None:
         """Record what the steps to come have in common, for `forge replay`: `weights` is the digest of what they start

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from forge.loops.planning import GRPOPlan, episode_options, plan_run
+from forge.loops.planning import GRPOPlan, episode_options
+from forge.loops.preflight import check_grpo
 from forge.loops.resuming import saved_step
 from forge.loops.run_paths import checkpoint_dir, crash_dir
 from forge.loops.stopping import Stop
@@ -79,8 +80,9 @@ async def start_planned(plan: GRPOPlan) -> Workers:
 
 def resumed(plan: GRPOPlan) -> GRPOPlan:
     """Return the plan of the same run from its newest checkpoint, or from its start if there is none."""
-    checkpointing = plan.config.checkpointing.model_copy(update={"resume": "auto"})
-    again = plan_run(plan.config.model_copy(update={"checkpointing": checkpointing}), program=plan.program)
+    config = plan.asked or plan.config
+    checkpointing = config.checkpointing.model_copy(update={"resume": "auto"})
+    again = check_grpo(config.model_copy(update={"checkpointing": checkpointing}), program=plan.program)
     return replace(
         again,
         loss=plan.loss,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,3 +33,27 @@ class GRPOResult:
     export: Path | None
     report: Path | None
     exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedResult:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps taken, those before a resume included.
+        loss: of the last step; NaN if there was none.
+        validation_loss: the last one, if there was any; `best_validation_loss` the lowest.
+        export: the Hugging Face folder, if one was written.
+        is_stopped: whether it was stopped by a signal before its end.
+        exit_code: what a program exits with: 0, or 128 plus the number of the signal that stopped it.
+        validation_metrics: the loss's metrics at the last validation of this process, where its kind of run has any.
+    """
+
+    step: int
+    loss: float
+    validation_loss: float | None
+    best_validation_loss: float | None
+    export: Path | None
+    is_stopped: bool = False
+    exit_code: int = 0
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)

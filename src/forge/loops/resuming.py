@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
@@ -154,8 +154,9 @@ def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
     return document.data if isinstance(document.data, Mapping) else {}
 
 
-def report_changes(config: ConfigModel, folder: Path) -> None:
-    """Log which keys differ from the configuration of the run that is resumed in `folder`."""
+def report_changes(config: ConfigModel, folder: Path, *, other_than: Collection[str] = ()) -> None:
+    """Log which keys differ from the configuration of the run that is resumed in `folder`, apart from those that are
+    reported otherwise."""
     earlier = _earlier_config(folder)
     if earlier:
         for _ in move_old_keys(type(config), earlier):
@@ -164,7 +165,7 @@ def report_changes(config: ConfigModel, folder: Path) -> None:
         changed = [
             f"{key}: {_shown(before, key)} -> {_shown(now, key)}"
             for key in (*now, *(key for key in before if key not in now))
-            if _differs(key, before, now) and key != "checkpointing.resume"
+            if _differs(key, before, now) and key not in ("checkpointing.resume", *other_than)
         ]
         if changed:
             _log.warning("keys that differ from the run that is resumed: %s", ", ".join(changed))
@@ -299,6 +300,12 @@ def saved_step(folder: Path) -> int | None:
         return None
     caller = infos[-1].extra.get("caller", {})
     return int(caller.get("step", infos[-1].step))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint completed last; None if there is none."""
+    infos = readable_checkpoints(folder)
+    return infos[-1].path if infos else None
 
 
 def where_it_stopped(step: int, folder: Path) -> str:

@@ -66,6 +66,10 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def sample_at(self, temperature: float) -> None:
+        """Sample the groups that begin from now on at this temperature. Their `Group.temperature` says so."""
+        ...
+
     def stages(self) -> Mapping[int, tuple[str, float]]:
         """Return what every group in flight waits for, and for how many seconds."""
         ...
@@ -104,6 +108,7 @@ def episodes(plan: GRPOPlan, workers: Workers) -> EpisodeSource:
         league=make_league(plan),
     )
     source.curriculum = curriculum
+    source.sample_at(plan.temperature)
     return source
 
 
@@ -205,7 +210,7 @@ class RolloutRunner:
         stages = self._source.stages()
         shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
         in_flight = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
+        ready = f"{self._buffer.num_ready} of {self._buffer.batch_groups} groups are ready"
         num_stale = self._buffer.counts.num_stale
         stale = f"; {num_stale} came from weights that were too old and were requeued" if num_stale else ""
         num_no_signal = self._buffer.tally.num_groups

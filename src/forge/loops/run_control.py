@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Final
 
-from forge.errors import ConfigError, ForgeError
+from forge.errors import MISSING, ConfigError, ForgeError, OptionError
 
 _log = logging.getLogger("forge.loops")
 SOCKET_NAME: Final = "control.sock"
 _MAX_LINE: Final = 65_536
-Answer = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+_LAST_ANSWERS_S: Final = 5.0
+"""How long a run that ends gives the commands that it has just answered to send their answers."""
+Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Carries out a request, and returns the fields of its answer."""
 
 
 class RunRefused(ForgeError, RuntimeError):
@@ -31,6 +34,34 @@ class RunRefused(ForgeError, RuntimeError):
     def __init__(self, message: str, *, type_name: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)
         self.type_name = type_name
+
+    def __str__(self) -> str:
+        return self.message if self.type_name == "InvalidConfig" else super().__str__()  # which names all problems
+
+
+class RunCommands:
+    """The commands that a live run takes. Each is carried out by the part of the run that knows it.
+
+    Args:
+        parts: handlers by the names of their commands.
+    """
+
+    def __init__(self, *parts: Mapping[str, Handler]) -> None:
+        self._handlers = {name: handler for part in parts for name, handler in part.items()}
+
+    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Carry a request out. Raise `OptionError` for a command that there is not."""
+        name = request.get("command")
+        handler = self._handlers.get(name) if isinstance(name, str) else None
+        if handler is None:
+            raise OptionError(
+                "this run takes no such command",
+                path="command",
+                value=name,
+                rule=f"one of {', '.join(self._handlers)}",
+                repair="runs of reinforcement learning take all commands; others have no workers to scale",
+            )
+        return await handler(request)
 
 
 @contextlib.contextmanager
@@ -44,7 +75,7 @@ def _in_folder(folder: Path) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def listening(folder: Path, answer: Answer) -> AsyncIterator[None]:
+async def listening(folder: Path, answer: Handler) -> AsyncIterator[None]:
     """Answer commands for the run in `folder`, whose lock this process holds, inside the block.
 
     On a file system without sockets there is a warning, and the run takes no commands.
@@ -56,15 +87,22 @@ async def listening(folder: Path, answer: Answer) -> AsyncIterator[None]:
         yield
         return
 
+    answering: set[asyncio.Task[Any]] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             if _user_of(writer.get_extra_info("socket")) in (os.getuid(), 0):
-                reply = await _answered(await reader.readline(), answer)
+                line = await reader.readline()
+                answering.add(task)
+                reply = await _answered(line, answer)
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        except (OSError, ValueError):
-            pass  # the client has gone, or sent no request
+        except (OSError, ValueError, RecursionError) as error:  # the client has gone, or sent no request
+            _log.debug("a command was not answered: %s", error)
         finally:
+            answering.discard(task)
             writer.close()
 
     server = await asyncio.start_unix_server(serve, sock=listener, limit=_MAX_LINE)
@@ -74,6 +112,10 @@ async def listening(folder: Path, answer: Answer) -> AsyncIterator[None]:
         server.close()
         with contextlib.suppress(FileNotFoundError):
             (folder / SOCKET_NAME).unlink()
+        if answering:
+            _, slow = await asyncio.wait(answering, timeout=_LAST_ANSWERS_S)
+            for task in slow:
+                task.cancel()
 
 
 def _bind(folder: Path) -> socket.socket:
@@ -95,7 +137,7 @@ def _user_of(connection: Any) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-async def _answered(line: bytes, answer: Answer) -> Mapping[str, Any]:
+async def _answered(line: bytes, answer: Handler) -> Mapping[str, Any]:
     """Return the answer to a request, or the error that it raised as its fields."""
     request = json.loads(line)
     if not isinstance(request, dict):
@@ -104,8 +146,17 @@ async def _answered(line: bytes, answer: Answer) -> Mapping[str, Any]:
         return {"ok": True, **await answer(request)}
     except ForgeError as error:
         fields = {name: getattr(error, name) for name in ("message", "path", "rule", "repair")}
-        value = {} if isinstance(error.value, type(ForgeError("").value)) else {"value": error.value}
+        value = {} if error.value is MISSING else {"value": _plain(error.value)}
         return {"ok": False, "error": {"type_name": type(error).__name__, **fields, **value}}
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON holds it, or as text."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
+    return value
 
 
 def ask_run(folder: Path, request: Mapping[str, Any], *, timeout_s: float | None = None) -> Mapping[str, Any]:
@@ -156,6 +207,6 @@ def _not_active(folder: Path, error: OSError | None) -> ConfigError:
         "the run is not active",
         path=str(folder / SOCKET_NAME),
         value="no answer" if error is None else error.strerror,
-        rule="a run of reinforcement learning that has begun and not ended, on this machine",
+        rule="a run that has begun its first step and not ended, on this machine",
         repair="start or resume it; to change it for the next start, change its configuration",
     )

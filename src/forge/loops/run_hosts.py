@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from forge.errors import OptionError
 from forge.loops.planning import GRPOPlan
+from forge.loops.run_control import Handler
 from forge.loops.run_paths import run_dir
 from forge.loops.runtime_changes import RuntimeChange, record_change
 from forge.service.hosts import add_host, list_hosts, remove_host
@@ -30,7 +31,12 @@ class RunHosts:
         self._plan, self._step = plan, step
         self._turn = asyncio.Lock()
 
-    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What answers the command `hosts`."""
+        return {"hosts": self._answer}
+
+    async def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Carry a request out and return the hosts: those to `add` join first, then those to `remove` leave."""
         added, removed = (_addresses(request, name) for name in ("add", "remove"))
         async with self._turn:

@@ -18,10 +18,9 @@ from typing import Any, Final
 from forge.config.generator import AutoscaleConfig
 from forge.errors import ForgeError, OptionError, ResizeError, did_you_mean
 from forge.loops.planning import GRPOPlan, in_flight_limit
-from forge.loops.run_control import listening
-from forge.loops.run_hosts import RunHosts
+from forge.loops.run_control import Handler
 from forge.loops.run_paths import run_dir
-from forge.loops.runtime_changes import RuntimeChange, begin_changes, record_change, value_at
+from forge.loops.runtime_changes import RuntimeChange, record_change, value_at
 from forge.loops.workers import Workers
 from forge.rollout.buffer import ReplayBuffer
 
@@ -91,7 +90,6 @@ class RunScaling:
         self._rule = self._config.generator.autoscale
         self._loads: deque[ScalingLoad] = deque(maxlen=None if self._rule is None else self._rule.patience)
         self._generating_s = 0.0
-        self._hosts = RunHosts(plan, step=step)
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -103,25 +101,32 @@ class RunScaling:
         """How many workers of each kind there are."""
         return dict(self._numbers)
 
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What answers the command `scale`."""
+        return {"scale": self._answer}
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Take commands inside the block. What is under way at its end is cancelled."""
-        folder = run_dir(self._config)
-        begin_changes(folder, is_resumed=self._plan.checkpoint is not None)
-        async with listening(folder, self._answer):
-            try:
-                yield
-            finally:
-                if self._task is not None:
-                    self._task.cancel()
-                    await asyncio.wait({self._task})
+        """Scale by the rule inside the block. What is under way at its end is cancelled."""
+        try:
+            yield
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait({self._task})
 
     async def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        if request.get("command") == "hosts":
-            return await self._hosts.answer(request)
-        if request.get("command") not in ("scale", "show"):
-            raise OptionError("there is no such command", path="command", value=request.get("command"))
+        """Change the numbers that a request names, and return all."""
         wanted = request.get("workers", {})
+        if not isinstance(wanted, dict):
+            raise OptionError(
+                "kinds of workers with their numbers are needed",
+                path="workers",
+                value=wanted,
+                rule=f"numbers by kind: {', '.join(self._numbers)}",
+                repair="forge scale RUN generators=2",
+            )
         for kind, count in wanted.items():
             self._check(kind, count)
         for kind, count in wanted.items():

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from forge.generator.engine import UpdateReport
 from forge.observe.clock import monotonic_s
 from forge.observe.sink import Value
-from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.distillation import divergence_metrics
+from forge.rollout.taken_batch import TakenBatch
 from forge.types import Episode, StepResult
 
 if TYPE_CHECKING:

@@ -15,17 +15,20 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from forge.config import SupervisedConfig, save
 from forge.errors import ActorFailure, NonFiniteError, ServiceStopped, StepAbandoned
 from forge.loops.preflight import PreparedRun, prepare_supervised
-from forge.loops.resuming import SaveRule, report_changes, saved_name, where_it_stopped
+from forge.loops.results import SupervisedResult
+from forge.loops.resuming import SaveRule, newest_checkpoint, report_changes, saved_name, where_it_stopped
 from forge.loops.run_kinds import CompleteBatch, unchanged
 from forge.loops.run_paths import checkpoint_dir, crash_dir, run_dir
+from forge.loops.runtime_changes import is_continued
 from forge.loops.stopping import Stop, stopped_by_signals
+from forge.loops.supervised_control import SupervisedControl
 from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
@@ -44,29 +47,7 @@ from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
 from forge.trainer.recovering import RecoveringTrainer
 from forge.types import Batch, Evaluated, StepResult
 
-
-@dataclass(frozen=True, slots=True)
-class SupervisedResult:
-    """How a run ended.
-
-    Attributes:
-        step: optimizer steps taken, those before a resume included.
-        loss: of the last step; NaN if there was none.
-        validation_loss: the last one, if there was any; `best_validation_loss` the lowest.
-        export: the Hugging Face folder, if one was written.
-        is_stopped: whether it was stopped by a signal before its end.
-        exit_code: what a program exits with: 0, or 128 plus the number of the signal that stopped it.
-        validation_metrics: the loss's metrics at the last validation of this process, where its kind of run has any.
-    """
-
-    step: int
-    loss: float
-    validation_loss: float | None
-    best_validation_loss: float | None
-    export: Path | None
-    is_stopped: bool = False
-    exit_code: int = 0
-    validation_metrics: Mapping[str, float] = field(default_factory=dict)
+__all__ = ["SupervisedLoop", "SupervisedResult", "run_supervised"]
 
 
 async def run_supervised(config: SupervisedConfig, *, clock: Callable[[], float] = monotonic_s) -> SupervisedResult:
@@ -149,6 +130,8 @@ class SupervisedLoop:
         self._best: float | None = None
         self._last_save: int | None = None
         self._validated_step: int | None = None
+        self._saved_settings: Mapping[str, Any] | None = None
+        self._control = SupervisedControl(config, prepared, stop=stop, step=lambda: self._step)
         self._throughput = Throughput()
         self._peak_flops: float | None = None
         self._num_devices = 1
@@ -163,26 +146,51 @@ class SupervisedLoop:
         self._trainer, self._complete = trainer, complete
         resumed = await self._resume()
         self._open_log(resume_step=self._step if resumed else None)
+        await self._control.begin(trainer)
         state = await self._trainer.state()
         self._num_devices = state["num_ranks"]
         self._peak_flops = device_peak_flops(state["device_name"], state["compute_dtype"])
         self._throughput = Throughput()
         self._save_rule.saved()
+        async with self._control.open():
+            return await self._train_all()
+
+    async def _train_all(self) -> SupervisedResult:
         for batch, position in self._batches():
             # Only now it is known that the last step was not the end, where validation comes first.
-            is_due = self._save_rule.is_due(self._step) or self._trainer.is_log_full
-            is_asked, is_due = await self._trainer.agree(self.stop.is_asked, is_due)
-            if is_due or (is_asked and self._step > 0):
-                await self._save(position=position)
-            if is_asked:
+            if await self._between_steps(position):
                 return await self._stopped()
-            result = await self._train(await complete(batch), position)
+            result = await self._train(await self._complete(batch), position)
             if result is None:
                 return await self._stopped()
             self._write_step(result, batch)
             if schedules.is_due(self._step, self._config.validation.interval):
                 await self._validate()
         return await self._finish()
+
+    async def _between_steps(self, position: dict[str, Any]) -> bool:
+        """Save if that is due, and do what commands ask for. Returns whether the run is to stop."""
+        is_due = self._save_rule.is_due(self._step) or self._trainer.is_log_full
+        agreed = await self._control.agree(is_save_due=is_due)
+        if agreed.evaluates:
+            await self._control.carry_out("evaluate", partial(self._validate_now, position))
+        if agreed.is_save_due or (agreed.is_stopping and self._step > 0):
+            await self._save(position=position)
+        if agreed.saves:
+            await self._control.carry_out("save", partial(self._save_now, position))
+        return agreed.is_stopping
+
+    async def _validate_now(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        await self._validate(position=position)
+        if self._validated_step != self._step:  # the run was asked to stop meanwhile
+            return {"evaluation": None}
+        return {"evaluation": {"loss": self._validation_loss, **self._validation_metrics}}
+
+    async def _save_now(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        """Save, and return where the checkpoint is when it is complete."""
+        await self._save(position=position)
+        await self._trainer.wait_saved()
+        return {"checkpoint": str(newest_checkpoint(checkpoint_dir(self._config)))}
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield batches, each with the loader's position before it."""
@@ -198,7 +206,9 @@ class SupervisedLoop:
     async def _train(self, batch: Batch, position: dict[str, Any]) -> StepResult | None:
         """Take a step; None if there was no time for it. Then the state before it is saved."""
         try:
-            result = await self.stop.in_time(self._trainer.train_step(batch), self._trainer.abandon_step)
+            training = self._trainer.train_step(batch, **self._control.step_options)
+            with self._control.waits.shown("the trainer learns"):
+                result = await self.stop.in_time(training, self._trainer.abandon_step)
         except StepAbandoned:
             if self._trainer.is_leader:
                 self._logger.warning(
@@ -216,11 +226,11 @@ class SupervisedLoop:
 
     # ---- Validation, checkpoints, and the end ---------------------------------------------------------------------
 
-    async def _validate(self) -> None:
+    async def _validate(self, *, position: dict[str, Any] | None = None) -> None:
         loader = self._loaders.validation
         if loader is None or self._validated_step == self._step:
             return
-        with self._throughput.paused():
+        with self._throughput.paused(), self._control.waits.shown("the validation"):
             loader.rewind()
             sums = _Sums()
             for batch in loader:
@@ -236,18 +246,19 @@ class SupervisedLoop:
             named = {f"validation/{name}": value for name, value in self._validation_metrics.items()}
             self._write({VALIDATION_LOSS: self._validation_loss, VALIDATION_BEST: int(is_best), **named})
             if is_best and self._config.checkpointing.keep_best:
-                await self._save(metric=self._validation_loss)
+                await self._save(metric=self._validation_loss, position=position)
 
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        with self._throughput.paused():
+        with self._throughput.paused(), self._control.waits.shown("the trainer saves its state"):
             extra = {
                 **saved_name(self._kind.name),
                 "data": position or self._loaders.train.state_dict(),
                 "best_validation_loss": self._best,
                 "validation_loss": _finite(self._validation_loss),
                 "validated_step": self._validated_step,
+                "settings": self._control.settings.values,
             }
             await self._trainer.save(extra=extra, metric=metric)
         self._last_save = self._step
@@ -264,17 +275,21 @@ class SupervisedLoop:
             return False
         self._loaders.train.load_state_dict(extra["data"])
         self._best, self._validation_loss = extra["best_validation_loss"], extra["validation_loss"]
-        self._validated_step = extra.get("validated_step")
+        self._validated_step, self._saved_settings = extra.get("validated_step"), extra.get("settings")
         self._step = self._last_save = (await self._trainer.state())["step"]
         if self._trainer.is_leader:
             self._logger.info("resuming after step %d", self._step)
-            report_changes(self._config, run_dir(self._config))
         return True
 
     async def _finish(self) -> SupervisedResult:
         await self._validate()
         await self._save()
-        if await self._is_asked():
+        agreed = await self._control.agree()
+        if agreed.evaluates:
+            await self._control.carry_out("evaluate", partial(self._validate_now, None))
+        if agreed.saves:
+            await self._control.carry_out("save", partial(self._save_now, None))
+        if agreed.is_stopping:
             return await self._stopped()
         export = None
         if self._config.checkpointing.export_hf:
@@ -286,6 +301,7 @@ class SupervisedLoop:
 
     async def _stopped(self) -> SupervisedResult:
         """End before the last step, with what was saved complete."""
+        await self._control.stop_all()
         await self._trainer.wait_saved()
         return self._result(is_stopped=True, exit_code=self.stop.exit_code)
 
@@ -302,7 +318,12 @@ class SupervisedLoop:
         with recording(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(folder)
-            save(self._config, folder)
+            is_resumed = is_continued(self._config, has_checkpoint=resume_step is not None)
+            self._control.settings.begin(self._step, is_resumed=is_resumed, saved=self._saved_settings)
+            config = self._control.settings.config
+            if resume_step is not None:
+                report_changes(config, folder, other_than=self._control.settings.repeated)
+            save(config, folder)
             self._log = make_sinks(
                 self._config.metrics,
                 folder=folder,

@@ -97,6 +97,8 @@ async def start_workers(
     await start_volumes(config.store)
     try:
         async with asyncio.TaskGroup() as tasks:
+            # First of all: the trainer may need whole hosts, and the others take what is left.
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
             rewards = agents = None
             if episodes is not None:
                 agents = tasks.create_task(start_agents(config, trainer_config, run=run))
@@ -105,7 +107,6 @@ async def start_workers(
                 rewards = tasks.create_task(scoring)
             reference = tasks.create_task(_start_reference(config, trainer_config, run))
             teacher = tasks.create_task(start_teacher(config, trainer_config, run=run, student=tokenizer))
-            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
     trainer, generators, critic = policy.result()
@@ -144,9 +145,8 @@ async def _start_policy(
         gpus = (await trainer.state())["visible_gpus"]
         return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus), critic
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(start_learners())
         generating = tasks.create_task(_start_generators(config, generator, run=run))
-    trainer, critic = training.result()
+        trainer, critic = await start_learners()  # its processes are placed before that task begins
     return trainer, generating.result(), critic
 
 

@@ -188,13 +188,13 @@ class LossTerms:
 class Loss(Protocol):
     """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank.
 
-    Optional attributes: `temperature`, what the trainer divides logits by (default 1); `needs_whole_sequences`, whether
-    all samples of a sequence must be in one micro-batch (default False), as a ratio per sequence requires;
-    `candidates`, the field [T, K] with tokens whose logprobs the loss reads besides that of each token;
-    `metric_divisors(batch)`, by what the sum of each metric is divided where that is not `Batch.total_weight`; and
-    `complete(batch, score)`, which returns the batch with fields that depend on the whole of it. It is called on every
-    rank before the batch is cut into pieces. `score(batch)` computes the policy's logprobs of the tokens of samples,
-    without gradients; all ranks must call it, with the same samples.
+    Optional attributes: `temperature`, what the trainer divides logits by where the samples of a batch do not say it
+    (default 1); `needs_whole_sequences`, whether all samples of a sequence must be in one micro-batch (default False),
+    as a ratio per sequence requires; `candidates`, the field [T, K] with tokens whose logprobs the loss reads besides
+    that of each token; `metric_divisors(batch)`, by what the sum of each metric is divided where that is not
+    `Batch.total_weight`; and `complete(batch, score)`, which returns the batch with fields that depend on the whole of
+    it. It is called on every rank before the batch is cut into pieces. `score(batch)` computes the policy's logprobs of
+    the tokens of samples, without gradients; all ranks must call it, with the same samples.
     """
 
     @property

@@ -43,6 +43,7 @@ class RunFunction(Protocol):
         oldest_version: int = ...,
         evaluation: bool = ...,
         seats: Mapping[str, Seat] = ...,
+        temperature: float | None = ...,
     ) -> Awaitable[Episode]: ...
 
 
@@ -79,26 +80,36 @@ class EpisodeSource(RolloutProgress):
         self._faults: Counter[str] = Counter()
         self._evaluation_faults: Counter[str] = Counter()
         self._num_failed_in_a_row = 0
+        self._temperature: float | None = None
+
+    def sample_at(self, temperature: float) -> None:
+        """Sample the groups that begin from now on at this temperature. Before the first call it is the one that the
+        workers were made with."""
+        self._temperature = temperature
 
     async def roll_out(self, number: int, *, oldest_version: int = 0) -> Group:
         """Run the episodes of a group at the same time, then compare them with each other and with the reference."""
         epoch, task = self._prompts.at(number)
+        temperature = self._temperature
+        chosen: dict[str, Any] = {"oldest_version": oldest_version}
+        chosen |= {} if temperature is None else {"temperature": temperature}
         try:
             with span("rollout", group=number), self.generating():
                 self.enter(number, f"runs {self._group_size} episodes")
                 try:
-                    episodes = await self._members(number, task, oldest_version=oldest_version)
+                    episodes = await self._members(number, task, **chosen)
                 except (Fault, ActorFailure, CallTimeout) as error:
                     raise self._failed(task, "an episode ended in a fault", error) from error
             self.count(len(episodes), sum(episode.num_tokens for episode in episodes))
             self.enter(number, "scoring")
             with span("score", group=number):
                 added = await self._compared(number, task, episodes)
-                episodes = await self._references.compared(episodes, number=number)
+                episodes = await self._references.compared(episodes, number=number, temperature=temperature)
         finally:
             self.leave(number)
         self._num_failed_in_a_row = 0
-        group = Group(number, epoch, tuple(map(self._references.charged, _with_rewards(episodes, added))))
+        finished = tuple(map(self._references.charged, _with_rewards(episodes, added)))
+        group = Group(number, epoch, finished, temperature)
         if self.league is not None:
             self.league.finished(group)
         return group
@@ -159,12 +170,12 @@ class EpisodeSource(RolloutProgress):
                     raise
                 num_left -= 1
 
-    async def _members(self, number: int, task: Task, *, oldest_version: int) -> list[Episode]:
+    async def _members(self, number: int, task: Task, **options: Any) -> list[Episode]:
         num_done = 0
 
         async def one(member: int) -> Episode:
             nonlocal num_done
-            episode = await self.run_member(number, member, task, oldest_version=oldest_version)
+            episode = await self.run_member(number, member, task, **options)
             num_done += 1
             self.update(number, f"runs {self._group_size - num_done} of {self._group_size} episodes")
             return episode

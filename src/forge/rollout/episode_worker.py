@@ -108,12 +108,14 @@ class EpisodeWorker(ForgeActor):
         oldest_version: int = 0,
         evaluation: bool = False,
         seats: Mapping[str, Seat] = MappingProxyType({}),
+        temperature: float | None = None,
     ) -> Episode:
         """Run one episode to its end. `Fault` says that it must be run again.
 
-        `seats` says what answers for agents, and which of them learn, where that differs between episodes. A journal
-        from before is replayed where the program is deterministic and no turn of it was sampled by weights older
-        than `oldest_version`; otherwise the episode starts over.
+        `seats` says what answers for agents, and which of them learn, where that differs between episodes;
+        `temperature` at which turns are sampled, where that is not the one of the options. A journal from before is
+        replayed where the program is deterministic and no turn of it was sampled by weights older than
+        `oldest_version`, nor at another temperature; otherwise the episode starts over.
         """
         options = self._options
         key = EpisodeKey(EVALUATION_SEED if evaluation else options.run_seed, group, member)
@@ -126,7 +128,11 @@ class EpisodeWorker(ForgeActor):
             entries = file.read(oldest_version=oldest_version)
             with span("episode", group=group, member=member):
                 async with self._open_policy() as policy:
-                    run = partial(self._run, task, key, policy, file, seats=seats, evaluation=evaluation)
+                    sampling = options.evaluation_sampling if evaluation else options.sampling
+                    sampling = sampling if temperature is None else {**sampling, "temperature": temperature}
+                    run = partial(
+                        self._run, task, key, policy, file, seats=seats, evaluation=evaluation, sampling=sampling
+                    )
                     try:
                         return await run(entries, num_restarts=int(file.was_stale))
                     except ReplayMismatch as mismatch:
@@ -152,10 +158,10 @@ class EpisodeWorker(ForgeActor):
         *,
         evaluation: bool,
         seats: Mapping[str, Seat],
+        sampling: Mapping[str, Any],
         num_restarts: int = 0,
     ) -> Episode:
         options = self._options
-        sampling = options.evaluation_sampling if evaluation else options.sampling
         live = AgentBinding(policy, self._codec, options.tool_format, sampling)
         try:
             async with self._agents.open(live, seats) as bindings:

@@ -131,6 +131,7 @@ def _group(group: Group, writer: ColumnWriter) -> dict[str, Any]:
             "metadata": dict(task.metadata),
         },
         "episodes": [_episode(episode, writer) for episode in group.episodes],
+        **({} if group.temperature is None else {"temperature": group.temperature}),
     }
 
 
@@ -202,7 +203,7 @@ def _read_group(document: Mapping[str, Any], reader: ColumnReader) -> Group:
     given = document["task"]
     task = Task(given["id"], tuple(given["messages"]), given["text"], given["answer"], given["metadata"])
     episodes = tuple(_read_episode(each, reader, task=task) for each in document["episodes"])
-    return Group(int(document["number"]), int(document["epoch"]), episodes)
+    return Group(int(document["number"]), int(document["epoch"]), episodes, document.get("temperature"))
 
 
 def _read_episode(document: Mapping[str, Any], reader: ColumnReader, *, task: Task) -> Episode:

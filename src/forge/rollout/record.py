@@ -132,11 +132,11 @@ class RolloutRecorder:
         reason: str | None = None,
     ) -> Iterator[bytes]:
         for group in groups:
+            of_group = {"step": step, "group": group.number, "epoch": group.epoch, "temperature": group.temperature}
             for index, episode in enumerate(group.episodes):
-                place = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
                 yield self._writer.line(
                     episode,
-                    {**place, "outcome": outcome, "reason": reason},
+                    {**of_group, "index": index, "outcome": outcome, "reason": reason},
                     trainer_logprobs=known.get((group.number, index)),
                 )
 

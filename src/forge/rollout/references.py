@@ -12,7 +12,7 @@ from forge.config import AlgorithmConfig
 from forge.rollout.advantage import completion_kl
 from forge.rollout.agent_views import agent_view, with_results
 from forge.rollout.samples import plain_samples, sampled_values
-from forge.types import AgentResult, Batch, Episode
+from forge.types import AgentResult, Batch, Episode, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class References:
     Args:
         logprobs: asks the reference model; None without one.
         algorithm: says whether the divergence is taken from rewards.
-        temperature: the one that tokens are sampled at.
+        temperature: the one that tokens are sampled at, unless a call says another one.
         teacher: asks the teacher; None without one.
     """
 
@@ -56,16 +56,21 @@ class References:
         self._reference, self._teacher = logprobs, teacher
         self._kl, self._temperature = algorithm.kl, temperature or 1.0
 
-    async def compared(self, episodes: Sequence[Episode], *, number: int) -> list[Episode]:
+    async def compared(
+        self, episodes: Sequence[Episode], *, number: int, temperature: float | None = None
+    ) -> list[Episode]:
         """Return the episodes with the logprobs that the reference and the teacher give their sampled tokens, both
-        asked at the same time.
+        asked at the same time. `temperature` is the one that these tokens were sampled at.
 
         Tokens that were not delivered are not trained on, and not scored: they get the policy's own logprobs, so that
         they add nothing to a divergence.
         """
+        is_asked = self._reference is not None or self._teacher is not None
+        samples = [plain_samples(episode, number=number) for episode in episodes] if is_asked else []
+        chosen = self._temperature if temperature is None else temperature
         references, teachers = await both(
-            self._logprobs(self._reference, episodes, number=number),
-            self._logprobs(self._teacher, episodes, number=number),
+            self._logprobs(self._reference, episodes, samples, chosen),
+            self._logprobs(self._teacher, episodes, samples, chosen),
         )
         return [
             replace(episode, ref_logprobs=reference, teacher_logprobs=teacher)
@@ -73,14 +78,17 @@ class References:
         ]
 
     async def _logprobs(
-        self, ask: LogprobsFunction | None, episodes: Sequence[Episode], *, number: int
+        self,
+        ask: LogprobsFunction | None,
+        episodes: Sequence[Episode],
+        samples: Sequence[Sequence[Sample]],
+        temperature: float,
     ) -> list[tuple[float, ...] | None]:
         """Return one model's logprobs of each episode's sampled tokens; None for each without that model."""
         if ask is None:
             return [None] * len(episodes)
-        samples = [plain_samples(episode, number=number) for episode in episodes]
         every = [sample for rows in samples for sample in rows]
-        found = await ask(Batch.of(every), self._temperature) if every else []
+        found = await ask(Batch.of(every), temperature) if every else []
         assert found is not None  # rank 0 answers
         each = iter(found)
         return [

@@ -47,7 +47,7 @@ class Rollouter(RolloutProgress):
         policy: generates completions.
         score: scores them.
         references: score what was sampled with the reference model and the teacher.
-        sampling: how tokens are sampled; `n` is the size of a group.
+        sampling: how tokens are sampled; `n` is the size of a group. `sample_at` changes the temperature.
         seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
     """
 
@@ -66,18 +66,25 @@ class Rollouter(RolloutProgress):
         self._sampling, self._seed = sampling, seed
         self._references = references
 
+    def sample_at(self, temperature: float) -> None:
+        """Sample the groups that begin from now on at another temperature."""
+        self._sampling = self._sampling.model_copy(update={"temperature": temperature})
+
     async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION) -> Group:
         """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
         epoch, prompt = self._prompts.at(number)
+        sampling = self._sampling.model_copy(update={"seed": group_seed(self._seed, number)})
+        temperature = sampling.temperature
         try:
             with span("rollout", group=number):
                 self.enter(number, "generating")
-                completions = await self._generate(number, prompt)
+                completions = await self._generate(prompt, sampling)
                 self.count(len(completions), sum(len(completion) for completion in completions))
                 self.enter(number, "scoring")
                 episodes = [Episode.single(prompt, completion, Score(0.0)) for completion in completions]
                 scores, compared = await both(
-                    self._score(prompt, completions), self._references.compared(episodes, number=number)
+                    self._score(prompt, completions),
+                    self._references.compared(episodes, number=number, temperature=temperature),
                 )
         finally:
             self.leave(number)
@@ -85,10 +92,9 @@ class Rollouter(RolloutProgress):
             self._references.charged(replace(episode, score=score))
             for episode, score in zip(compared, scores, strict=True)
         ]
-        return Group(number, epoch, tuple(finished))
+        return Group(number, epoch, tuple(finished), temperature)
 
-    async def _generate(self, number: int, prompt: Task) -> list[Completion]:
-        sampling = self._sampling.model_copy(update={"seed": group_seed(self._seed, number)})
+    async def _generate(self, prompt: Task, sampling: Sampling) -> list[Completion]:
         with self.generating():
             completions = await self._policy.generate(prompt, sampling=sampling)
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))

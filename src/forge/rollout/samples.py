@@ -61,7 +61,7 @@ def make_batch(groups: Sequence[Group], *, mask_truncated: bool = False, with_re
         for part in (part for episode in group.episodes for part in parts_of(episode)):
             found = _samples(part, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
             sequence = len(samples) if len(found) > 1 else None  # the rows of an episode are one sequence
-            samples += [replace(sample, sequence=sequence) for sample in found]
+            samples += [replace(sample, sequence=sequence, temperature=group.temperature) for sample in found]
     return Batch.of(samples)
 
 

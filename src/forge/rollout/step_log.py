@@ -134,7 +134,14 @@ class StepLog:
             _replace(path, json.dumps(document, ensure_ascii=False, indent=1).encode())
 
     def write(
-        self, step: int, groups: Sequence[Group], *, batch: Batch, result: StepResult, weights: str | None
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        batch: Batch,
+        result: StepResult,
+        weights: str | None,
+        learning_rate: float | None = None,
     ) -> None:
         """Record a step. Returns before it is written; an error is raised by a later call."""
         while self._waiting and (len(self._waiting) >= _MOST_WAITING or self._waiting[0][1].done()):
@@ -143,7 +150,9 @@ class StepLog:
 
         def work() -> None:
             logprobs = logprobs_digest(result.logprobs)
-            found = StepRecord(step, tuple(groups), batch_digest(batch), outcome_of(result), logprobs, weights)
+            found = StepRecord(
+                step, tuple(groups), batch_digest(batch), outcome_of(result), logprobs, weights, learning_rate
+            )
             data = encode_step(found)
             _replace(path, data)
             self._sizes[step] = len(data)

@@ -45,6 +45,8 @@ class StepRecord:
         outcome: what the trainer reported, by name: loss, grad_norm, learning_rate and the metrics of the loss.
         logprobs: the digest of the trainer's logprobs before the step; None where they were not kept.
         weights: the digest of the weights that were published after it; None where none were.
+        learning_rate: the highest rate of the schedule in this step, where it was changed while the run ran; None for
+            that of the configuration.
         altered: what does not have the digest that it was written with.
         num_bytes: the size of the file.
     """
@@ -55,6 +57,7 @@ class StepRecord:
     outcome: Mapping[str, Any]
     logprobs: str | None = None
     weights: str | None = None
+    learning_rate: float | None = None
     altered: tuple[Altered, ...] = field(default=(), compare=False)
     num_bytes: int = field(default=0, compare=False)
 
@@ -83,6 +86,8 @@ def batch_digest(batch: Batch) -> str:
     """Return a digest of all that a trainer gets of a batch."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     found.update(repr((batch.lengths, batch.sequences)).encode())
+    if batch.temperatures:
+        found.update(repr(batch.temperatures).encode())
     tensors = {"token_ids": batch.token_ids, "loss_weights": batch.loss_weights, **batch.fields}
     for name, tensor in sorted(tensors.items()):
         array = tensor.detach().cpu().contiguous().numpy()
@@ -113,6 +118,7 @@ def encode_step(record: StepRecord) -> bytes:
         "outcome": dict(record.outcome),
         "logprobs": record.logprobs,
         "weights": record.weights,
+        **({} if record.learning_rate is None else {"learning_rate": record.learning_rate}),
         "groups": documents,
     }
     return pack(head, columns)
@@ -129,6 +135,7 @@ def decode_step(data: bytes, *, path: Path) -> StepRecord:
         outcome=head["outcome"],
         logprobs=head["logprobs"],
         weights=head["weights"],
+        learning_rate=head.get("learning_rate"),
         altered=tuple(altered_quantities(groups, head["groups"])),
         num_bytes=len(data),
     )

@@ -293,18 +293,20 @@ def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> Hea
                 group=group,
                 vocab_start=start,
             )
-        logprobs, entropy = chunked_logprobs(
-            hidden_ND,
-            weight_VD,
-            row.targets,
-            chunk_tokens=chunk_tokens,
-            temperature=row.temperature,
-            entropy=row.entropy,
-            fp32_logits=fp32_logits,
-            group=group,
-            vocab_start=start,
-            cache_bytes=cache_bytes,
-        )
+        options: dict[str, Any] = {
+            "chunk_tokens": chunk_tokens,
+            "entropy": row.entropy,
+            "fp32_logits": fp32_logits,
+            "group": group,
+            "vocab_start": start,
+            "cache_bytes": cache_bytes,
+        }
+        if isinstance(row.temperature, Tensor):
+            logprobs, entropy = _at_temperatures(hidden_ND, weight_VD, row.targets, row.temperature, **options)
+        else:
+            logprobs, entropy = chunked_logprobs(
+                hidden_ND, weight_VD, row.targets, temperature=row.temperature, **options
+            )
         return _as_row(logprobs, entropy, row) if row.as_row else (logprobs, entropy)
 
     return compute
@@ -321,6 +323,23 @@ def _about_candidates(
     every = torch.cat([row.targets[:, None], row.candidates], dim=1)
     logprobs = chunked_candidates(hidden_ND, weight_VD, every, vocab_start=start, **options)
     return logprobs[:, 0], logprobs[:, 1:]
+
+
+def _at_temperatures(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `chunked_logprobs` does of targets with several temperatures, for one temperature after the other."""
+    found: list[tuple[Tensor, Tensor | None]] = []
+    places: list[Tensor] = []
+    for temperature in torch.unique(temperature_N).tolist():
+        place = torch.nonzero(temperature_N == temperature)[:, 0]
+        hidden, targets = hidden_ND.index_select(0, place), targets_N.index_select(0, place)
+        found.append(chunked_logprobs(hidden, weight_VD, targets, temperature=temperature, **options))
+        places.append(place)
+    order = torch.argsort(torch.cat(places))
+    logprobs = torch.cat([each for each, _ in found]).index_select(0, order)
+    entropies = [each for _, each in found if each is not None]
+    return logprobs, torch.cat(entropies).index_select(0, order) if entropies else None
 
 
 def _as_row(logprobs: Tensor, entropy: Tensor | None, row: RowTask) -> Tensor:

@@ -152,11 +152,13 @@ class Engine:
 
     # ---- Training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+    def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
         """Take one optimizer step on a batch, which is the same on every rank.
 
         With `keep_logprobs` the result has the logprobs that the loss saw; a loss that is a plain sum of them, or of
-        values, has none.
+        values, has none. `learning_rate` is the highest rate of the schedule; None for that of the configuration.
 
         In float16, a batch whose gradient overflows is computed again at a lower loss scale, with the same weights. It
         is skipped if that does not help within `loss_scaling.max_retries`.
@@ -176,7 +178,8 @@ class Engine:
                 names = bad_names(last.batch, totals, fields=self.loss.fields)
                 at_floor = self.loss_scaling is not None and last.has_overflowed
                 raise nonfinite_error(names, step=self.step + 1, loss=totals.loss, norm=last.norm, at_floor=at_floor)
-            rate = training.learning_rate * rate_factor_at(self.step, config=training, total_steps=self.total_steps)
+            highest = training.learning_rate if learning_rate is None else learning_rate
+            rate = highest * rate_factor_at(self.step, config=training, total_steps=self.total_steps)
             if last.is_finite:
                 if (factor := last.factor(training.max_grad_norm)) != 1.0:
                     scale_gradients(self._parameters.values(), factor)
@@ -378,13 +381,15 @@ class Engine:
         parts = totals.parts(metric_divisors(self.loss, batch))
         return Evaluated(totals.loss * self._normalizer, self._normalizer, parts)
 
-    def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0, base: bool = False) -> list[Tensor]:
+    def forward_logprobs(self, batch: Batch, *, temperature: float | None = None, base: bool = False) -> list[Tensor]:
         """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token.
 
-        With `base` they are those of the model without its adapter: a reference model in the same process.
+        `temperature` is for all samples; None for what they say themselves, or 1. With `base` they are those of the
+        model without its adapter: a reference model in the same process.
         """
         check_head(self.model, "language")
-        check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
+        if temperature is not None:  # on every rank: only the last stage of a pipeline would look at it
+            check_temperature(temperature)
         check_batch(batch, vocab_size=self.model.architecture.vocab_size)
         with adapters_off(self.parts) if base else nullcontext():
             scores = self.score(batch, partial(scoring_job, temperature=temperature))

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from forge.config import DistributedConfig, RecoveryConfig, TrainerConfig, WorkerConfig
 from forge.runtime.placement import num_usable_gpus, wants_gpus
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forge.losses import AnyLoss
     from forge.service import Service
 
+T = TypeVar("T")
+
 
 class TrainerHandle(Protocol):
     """What a loop needs of a trainer. Every answer is that of the whole trainer, not of one rank."""
@@ -26,7 +28,11 @@ class TrainerHandle(Protocol):
     is_leader: bool
     """Whether this process speaks for the run: prints, and writes metrics. One process does."""
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult: ...
+    async def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
+        """Take an optimizer step; see `Engine.train_step`."""
+        ...
 
     async def abandon_step(self) -> None:
         """Let the step under way raise `StepAbandoned`, if there is no time to finish it."""
@@ -36,13 +42,17 @@ class TrainerHandle(Protocol):
         """For each flag: whether it is set in some process that runs the loop. All call it at the same point."""
         ...
 
+    async def share(self, value: T) -> T:
+        """Return the leader's value in all processes that run the loop. All call it at the same point."""
+        ...
+
     async def evaluate(self, batch: Batch) -> Evaluated: ...
 
-    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+    async def forward_logprobs(self, batch: Batch, *, temperature: float | None = None) -> list[Tensor]:
         """Return the logprobs of every sample's tokens; see `Engine.forward_logprobs`."""
         ...
 
-    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+    async def base_logprobs(self, batch: Batch, temperature: float | None = None) -> list[Tensor]:
         """Return the logprobs of the model without its adapter: the policy's own reference model."""
         ...
 
@@ -126,8 +136,10 @@ class ServiceTrainer:
     def __init__(self, service: Service[Trainer], *, dtype: str | None = None, keep: int = 2) -> None:
         self.service, self._dtype, self._keep = service, dtype, keep
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
-        return await self.service.train_step.route(batch, keep_logprobs=keep_logprobs)
+    async def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
+        return await self.service.train_step.route(batch, keep_logprobs=keep_logprobs, learning_rate=learning_rate)
 
     async def abandon_step(self) -> None:
         await self.service.abandon_step.route()
@@ -135,12 +147,15 @@ class ServiceTrainer:
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
         return flags  # this process alone runs the loop
 
-    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+    async def share(self, value: T) -> T:
+        return value
+
+    async def forward_logprobs(self, batch: Batch, *, temperature: float | None = None) -> list[Tensor]:
         logprobs = await self.service.forward_logprobs.route(batch, temperature=temperature)
         assert logprobs is not None  # rank 0 answers
         return logprobs
 
-    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+    async def base_logprobs(self, batch: Batch, temperature: float | None = None) -> list[Tensor]:
         logprobs = await self.service.forward_logprobs.route(batch, temperature=temperature, base=True)
         assert logprobs is not None  # rank 0 answers
         return logprobs
@@ -211,8 +226,10 @@ class LocalTrainer:
         if config.checkpointing.grace_s is not None:
             self._engine.should_abandon = should_abandon
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
-        return self._engine.train_step(batch, keep_logprobs=keep_logprobs)
+    async def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
+        return self._engine.train_step(batch, keep_logprobs=keep_logprobs, learning_rate=learning_rate)
 
     async def abandon_step(self) -> None:
         """Do nothing: the engine asks `should_abandon`."""
@@ -222,13 +239,17 @@ class LocalTrainer:
         every = self._engine.ranks.gather(flags)
         return tuple(any(of_ranks) for of_ranks in zip(*every, strict=True))
 
+    async def share(self, value: T) -> T:
+        shared: T = self._engine.ranks.gather(value)[0]
+        return shared
+
     async def evaluate(self, batch: Batch) -> Evaluated:
         return self._engine.evaluate(batch)
 
-    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+    async def forward_logprobs(self, batch: Batch, *, temperature: float | None = None) -> list[Tensor]:
         return self._engine.forward_logprobs(batch, temperature=temperature)
 
-    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+    async def base_logprobs(self, batch: Batch, temperature: float | None = None) -> list[Tensor]:
         return self._engine.forward_logprobs(batch, temperature=temperature, base=True)
 
     async def forward_values(self, batch: Batch) -> list[Tensor]:

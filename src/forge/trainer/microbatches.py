@@ -20,6 +20,7 @@ import torch
 
 from forge.errors import ConfigError, DataError
 from forge.losses.base import check_field
+from forge.losses.head import check_temperature
 from forge.trainer.bundles import find_bundles, sequence_bundles
 from forge.types import Batch
 
@@ -142,6 +143,7 @@ def check_batch(batch: Batch, *, vocab_size: int | None) -> None:
     """
     _check_shapes(batch)
     _check_sequences(batch)
+    _check_temperatures(batch)
     _check_signs(batch)
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= (vocab_size or 2**62))
     if not bool(is_outside.any()):
@@ -221,6 +223,19 @@ def _check_sequences(batch: Batch) -> None:
             rule=f"{len(batch)} numbers, one per sample, or none where every sample is its own sequence",
             repair="make batches with Batch.of(samples), and give samples of one sequence the same Sample.sequence",
         )
+
+
+def _check_temperatures(batch: Batch) -> None:
+    if len(batch.temperatures) not in (0, len(batch)):
+        raise DataError(
+            "the batch does not have one temperature for each sample",
+            path="temperatures",
+            value=len(batch.temperatures),
+            rule=f"{len(batch)} numbers, one per sample, or none where the loss says it",
+            repair="make batches with Batch.of(samples), and give all samples a temperature or none",
+        )
+    for temperature in set(batch.temperatures):
+        check_temperature(temperature)
 
 
 def _check_signs(batch: Batch) -> None:

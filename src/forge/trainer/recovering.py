@@ -113,10 +113,12 @@ class RecoveringTrainer:
                     raise
                 await self._recover(work, await _death_of(trainer, failure), generation)
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
-        work = _Work("train_step", batch)
-        result = await self._call(work, lambda trainer: trainer.train_step(batch, keep_logprobs=keep_logprobs))
-        self._log.add_step(batch, result)
+    async def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
+        options: dict[str, Any] = {"keep_logprobs": keep_logprobs, "learning_rate": learning_rate}
+        result = await self._call(_Work("train_step", batch), lambda trainer: trainer.train_step(batch, **options))
+        self._log.add_step(batch, result, learning_rate=learning_rate)
         self._step = result.step
         return result
 
@@ -127,14 +129,17 @@ class RecoveringTrainer:
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
         return flags
 
+    async def share(self, value: T) -> T:
+        return value
+
     async def evaluate(self, batch: Batch) -> Evaluated:
         return await self._call(_Work("evaluate"), lambda trainer: trainer.evaluate(batch))
 
-    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+    async def forward_logprobs(self, batch: Batch, *, temperature: float | None = None) -> list[Tensor]:
         work = _Work("forward_logprobs", batch)
         return await self._call(work, lambda trainer: trainer.forward_logprobs(batch, temperature=temperature))
 
-    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+    async def base_logprobs(self, batch: Batch, temperature: float | None = None) -> list[Tensor]:
         return await self._call(
             _Work("base_logprobs", batch), lambda trainer: trainer.base_logprobs(batch, temperature)
         )
@@ -340,7 +345,7 @@ class RecoveringTrainer:
                 raise ServiceStopped(f"the {self._setup.name} is not restored: the run was asked to stop")
             before = entry.found[0] - 1
             try:
-                result = await trainer.train_step(entry.batch)
+                result = await trainer.train_step(entry.batch, learning_rate=entry.learning_rate)
             except ActorFailure as failure:
                 if not is_remote(failure):
                     self._note_death(_Work("train_step", entry.batch), failure, before)

@@ -21,14 +21,15 @@ SAVE_ID: Final = "save_id"
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """An optimizer step: its batch, and what it found."""
+    """An optimizer step: its batch, what it found, and the highest rate of the schedule where that was changed."""
 
     batch: Batch
     found: tuple[int, str, str]
+    learning_rate: float | None = None
 
     @classmethod
-    def of(cls, batch: Batch, result: StepResult) -> LoggedStep:
-        return cls(batch, fingerprint(result))
+    def of(cls, batch: Batch, result: StepResult, *, learning_rate: float | None = None) -> LoggedStep:
+        return cls(batch, fingerprint(result), learning_rate)
 
 
 def fingerprint(result: StepResult) -> tuple[int, str, str]:
@@ -57,8 +58,8 @@ class ReplayLog:
         self.reaches_back = True
         """Whether it holds everything since the start, or since the checkpoint that the run was resumed from."""
 
-    def add_step(self, batch: Batch, result: StepResult) -> None:
-        self._entries.append(LoggedStep.of(batch, result))
+    def add_step(self, batch: Batch, result: StepResult, *, learning_rate: float | None = None) -> None:
+        self._entries.append(LoggedStep.of(batch, result, learning_rate=learning_rate))
 
     def add_save(self, save: LoggedSave) -> None:
         """Add a save that was begun. There is one on its way at most, so the one before it is complete: whatever

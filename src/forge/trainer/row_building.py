@@ -42,6 +42,7 @@ class Row:
         weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
         prefixes: how many of its first tokens each sample takes from the sample before it.
         fields: further values of the samples' tokens, each [T].
+        temperatures: what the logits of each sample's tokens are divided by; empty for what the loss says.
         sequences: the sequence of each sample, numbered from 0 within the row; empty where every sample of the batch is
             its own sequence.
         sequence_weights_T: the summed weight of each token's sequence, over the whole batch; None where every sample of
@@ -62,6 +63,7 @@ class Row:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     sequences: tuple[int, ...] = ()
     sequence_weights_T: Tensor | None = None
+    temperatures: tuple[float, ...] = ()
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
@@ -106,6 +108,15 @@ class Row:
         """
         shape = (self.weights_T.shape[0], *values_M.shape[1:])
         return values_M.new_zeros(shape).index_copy(0, tokens_M, values_M)
+
+    def temperature_of(self, tokens_M: Tensor, default: float) -> float | Tensor:
+        """Return what the logits of some tokens are divided by: one number, or one for each token [M] where the samples
+        of the row differ. `default` is for samples that do not say."""
+        if len(set(self.temperatures)) < 2:
+            return self.temperatures[0] if self.temperatures else default
+        lengths = torch.tensor(self.sample_lengths, device=tokens_M.device)
+        of_samples = torch.tensor(self.temperatures, dtype=torch.float64, device=tokens_M.device)
+        return of_samples.repeat_interleave(lengths).index_select(0, tokens_M)
 
     def to(self, device: torch.device | str) -> Row:
         """Return the same row on a device. The copies do not wait where memory is pinned."""
@@ -204,6 +215,7 @@ def _build_row(
         weights_T=weights,
         prefixes=shared,
         fields={name: of_samples(values) for name, values in batch.fields.items()},
+        temperatures=tuple(batch.temperatures[index] for index in samples) if batch.temperatures else (),
     )
 
 

@@ -57,10 +57,14 @@ def _job(row: Row, asked_N: Tensor, index_N: Tensor, **wanted: Any) -> RowJob:
     return RowJob(row, task, asked_N)
 
 
-def scoring_job(row: Row, *, temperature: float = 1.0, entropy: bool = False, as_row: bool = False) -> RowJob:
-    """Ask for the logprobs of all tokens that are predicted, and with `entropy` for the entropies."""
+def scoring_job(
+    row: Row, *, temperature: float | Tensor | None = None, entropy: bool = False, as_row: bool = False
+) -> RowJob:
+    """Ask for the logprobs of all tokens that are predicted, and with `entropy` for the entropies. `temperature` is for
+    all of them; None for what the samples say, or 1."""
     asked = row.predicted_P
-    return _job(row, asked, row.predictors(asked), temperature=temperature, entropy=entropy, as_row=as_row)
+    chosen = row.temperature_of(asked, 1.0) if temperature is None else temperature
+    return _job(row, asked, row.predictors(asked), temperature=chosen, entropy=entropy, as_row=as_row)
 
 
 def value_job(row: Row, *, values_at: str = "after", as_row: bool = False) -> RowJob:
@@ -83,9 +87,11 @@ def training_job(row: Row, loss: AnyLoss, *, normalizer: float, as_row: bool, dt
     if named is not None:
         candidates = row.fields[named].index_select(0, asked).to(torch.int64)
         return _job(row, asked, row.predictors(asked), candidates=candidates)
-    fused = loss.is_nll and not as_row
+    temperature = row.temperature_of(asked, getattr(loss, "temperature", 1.0))
+    is_plain = not isinstance(temperature, Tensor) and temperature == 1  # what the head's own loss computes with
+    fused = loss.is_nll and is_plain and not as_row
     weights = row.weights_T.index_select(0, asked).to(dtype) / normalizer if fused else None
-    wanted = {"temperature": getattr(loss, "temperature", 1.0), "entropy": loss.needs_entropy, "weights": weights}
+    wanted = {"temperature": temperature, "entropy": loss.needs_entropy, "weights": weights}
     return _job(row, asked, row.predictors(asked), as_row=as_row, **wanted)
 
 
@@ -98,7 +104,8 @@ def loss_scoring_job(row: Row, loss: AnyLoss, *, as_row: bool) -> RowJob:
     """Ask for what a loss reads, of all tokens and not only of those that count."""
     if isinstance(loss, ValueLoss):
         return value_job(row, values_at=loss.values_at, as_row=as_row)
-    return scoring_job(row, temperature=getattr(loss, "temperature", 1.0), entropy=loss.needs_entropy, as_row=as_row)
+    temperature = row.temperature_of(row.predicted_P, getattr(loss, "temperature", 1.0))
+    return scoring_job(row, temperature=temperature, entropy=loss.needs_entropy, as_row=as_row)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

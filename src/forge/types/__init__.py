@@ -8,7 +8,7 @@ first token of a sample is never predicted, so both are 0 there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.types.completions import (
@@ -89,6 +89,8 @@ class Sample:
         identity: where it came from, for messages: "train.jsonl:17", "prompt 12, sample 3".
         sequence: which sequence of its batch it belongs to, any number; None for a sequence of its own. Losses that
             average per sequence, or have one ratio per sequence, take all samples with the same number together.
+        temperature: what its tokens were sampled at, and what a trainer divides their logits by; None for what the loss
+            says.
     """
 
     token_ids: Tensor
@@ -96,6 +98,7 @@ class Sample:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     identity: str = ""
     sequence: int | None = None
+    temperature: float | None = None
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -115,6 +118,7 @@ class Batch:
         fields: further values per token, each [T] or [T, K].
         identities: the S identities.
         sequences: S numbers: which sequence each sample belongs to. Empty where every sample is its own sequence.
+        temperatures: S numbers: what the logits of each sample's tokens are divided by. Empty for what the loss says.
     """
 
     token_ids: Tensor
@@ -123,10 +127,11 @@ class Batch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     identities: tuple[str, ...] = ()
     sequences: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        """Lay samples end to end. All must have the same fields.
+        """Lay samples end to end. All must have the same fields, and all a temperature or none.
 
         Sequences are numbered from 0, in the order of their first samples; not at all where each has one sample.
         """
@@ -147,6 +152,7 @@ class Batch:
             fields={name: torch.cat([sample.fields[name] for sample in samples]) for name in samples[0].fields},
             identities=tuple(sample.identity for sample in samples),
             sequences=_numbered([sample.sequence for sample in samples]),
+            temperatures=_temperatures(samples),
         )
 
     def __len__(self) -> int:
@@ -181,8 +187,17 @@ class Batch:
                 {name: values[part] for name, values in self.fields.items()},
                 self.identities[index] if self.identities else "",
                 self.sequences[index] if self.sequences else None,
+                self.temperatures[index] if self.temperatures else None,
             )
             start += length
+
+
+def _temperatures(samples: Sequence[Sample]) -> tuple[float, ...]:
+    found = [sample.temperature for sample in samples]
+    known = tuple(each for each in found if each is not None)
+    if known and len(known) < len(found):
+        raise ValueError(f"sample {samples[found.index(None)].identity!r} has no temperature, and others have one")
+    return known
 
 
 def _numbered(sequences: Sequence[int | None]) -> tuple[int, ...]:
@@ -219,6 +234,20 @@ class StepResult:
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     logprobs: tuple[Tensor, ...] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle all logprobs as one tensor: a process would encode hundreds one by one, each with the memory of its
+        whole row."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "logprobs"}
+        if not self.logprobs:
+            return _step_result, (type(self), plain, self.logprobs, None)
+        import torch
+
+        return _step_result, (type(self), plain, torch.cat(self.logprobs), [len(each) for each in self.logprobs])
+
+
+def _step_result(kind: type[StepResult], plain: Mapping[str, Any], logprobs: Any, lengths: Sequence[int] | None) -> Any:
+    return kind(**plain, logprobs=logprobs if lengths is None else logprobs.split(lengths))
 
 
 class Evaluated(NamedTuple):

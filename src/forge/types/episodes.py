@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
 from forge.types.completions import INITIAL_VERSION, Completion, FinishReason, Timings, VersionSpan
@@ -296,12 +297,12 @@ class Episode:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The T sampled tokens."""
-        return tuple(token for turn in self.turns for token in turn.token_ids)
+        return tuple(chain.from_iterable(turn.token_ids for turn in self.turns))
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """The T logprobs that a trainer's are compared with (`Turn.policy_logprobs`)."""
-        return tuple(value for turn in self.turns for value in turn.policy_logprobs)
+        return tuple(chain.from_iterable(turn.policy_logprobs for turn in self.turns))
 
     @property
     def text(self) -> str:
@@ -329,11 +330,15 @@ class Group:
         number: its place in the run's order of prompts, which is its identity: no two groups of a run share it.
         epoch: how often the prompts had been gone through before it.
         episodes: in the order of their seeds; at least one.
+        temperature: what its tokens were sampled at, which may change during a run; None for what the configuration
+            says. Its logprobs, those of other models about it, and those that a trainer computes are all at this
+            temperature.
     """
 
     number: int
     epoch: int
     episodes: tuple[Episode, ...]
+    temperature: float | None = None
 
     @property
     def task(self) -> Task:

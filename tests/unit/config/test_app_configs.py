@@ -18,7 +18,7 @@ from forge.config import (
     SFTConfig,
     load,
 )
-from forge.memory import Card, plan_memory, resolve_run
+from forge.memory import Card, parse_size, plan_memory, resolve_run
 from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
@@ -39,6 +39,7 @@ STAGES: dict[str, type[ForgeConfig]] = {
     "grpo.yaml": GRPOConfig,
 }
 GPUS = {"qwen3_1_7b": 1, "ppo_qwen3_1_7b": 1, "qwen3_1_7b_3gpu": 3, "qwen3_8b": 8, "qwen3_32b": 24}
+GPUS |= {"qwen3_32b_64gpu_slurm": 64, "qwen3_32b_64gpu_kubernetes": 64}
 NAMES = [path.relative_to(ROOT / "apps").as_posix() for path in FILES]
 
 
@@ -103,6 +104,27 @@ def test_it_asks_for_as_many_gpus_as_it_says(name: str) -> None:
     assert num_gpus == GPUS[name]
     if config.launcher.kind == "slurm":
         assert config.launcher.slurm.nodes * config.launcher.slurm.gpus_per_node == num_gpus
+    if config.launcher.kind == "kubernetes":
+        assert config.launcher.kubernetes.num_hosts * config.launcher.kubernetes.gpus_per_host == num_gpus
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_it_fits_into_the_gpus_that_it_names(name: str) -> None:
+    config = load(GRPOConfig, files=[ROOT / "apps" / "grpo" / f"{name}.yaml"])
+    card = Card(parse_size("80GB"), GPUS[name])
+    plan = plan_memory(resolve_run(config, card=card), card=card)
+    assert plan.fits
+    assert plan.num_gpus == GPUS[name]
+
+
+def test_both_files_for_64_gpus_are_the_same_run() -> None:
+    slurm, kubernetes = (
+        load(GRPOConfig, files=[ROOT / "apps" / "grpo" / f"qwen3_32b_64gpu_{kind}.yaml"]).model_dump()
+        for kind in ("slurm", "kubernetes")
+    )
+    assert {key for key in slurm if slurm[key] != kubernetes[key]} == {"launcher", "run", "model"}
+    assert {key for key in slurm["run"] if slurm["run"][key] != kubernetes["run"][key]} == {"output_dir"}
+    assert {key for key in slurm["model"] if slurm["model"][key] != kubernetes["model"][key]} == {"path"}
 
 
 def test_rlhf_takes_three_gpus() -> None:

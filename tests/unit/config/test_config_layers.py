@@ -169,7 +169,7 @@ def test_an_explanation_has_one_line_for_each_value() -> None:
     loaded = load_with_origins(OptimizerConfig)
     assert explain(loaded) == "lr: 0.001      # default\nbetas.0: 0.9   # default\nbetas.1: 0.95  # default\n"
     loaded_actor = load_with_origins(
-        ForgeConfig, overrides=[f'launcher.kubernetes.labels={{X: "a\\nb", Y: "{"long " * 40}"}}']
+        ForgeConfig, overrides=[f'launcher.kubernetes.claims={{x: "/a\\nb", y: "/{"long " * 40}"}}']
     )
     assert len(explain(loaded_actor).splitlines()) == len(loaded_actor.origins)
 

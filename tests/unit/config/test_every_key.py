@@ -80,6 +80,7 @@ READ_OTHERWISE: Mapping[str, str] = {
     "rewards.reward_model.precision": "`RewardModelConfig.chosen_precision`",
     "rewards.reward_model.max_seq_len": "`RewardModelConfig.limits`",
     "rewards.reward_model.microbatch_tokens": "the same",
+    "run.tags": "are read from the file of the run: `forge.ui.run_summary`",
     "episode.evaluation_limits": "are `limits` in evaluations: `forge.rollout.episode_worker`",
 }
 """Keys, or all keys below a section, whose names are not written where they act, and where that is."""

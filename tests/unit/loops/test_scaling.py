@@ -17,7 +17,7 @@ from actors import Patient
 from forge.cli import main
 from forge.config import AutoscaleConfig, GRPOConfig
 from forge.loops.planning import plan_run
-from forge.loops.run_control import listening
+from forge.loops.run_control import RunCommands, listening
 from forge.loops.run_paths import run_dir
 from forge.loops.runtime_changes import RuntimeChange, read_changes, record_change, with_changes
 from forge.loops.scaling import RunScaling, ScalingLoad, scaling_rule
@@ -156,7 +156,7 @@ def asked(folder: Path, scaling: RunScaling, *words: str) -> int:
     """Run `forge scale` against a run that is open here."""
 
     async def body() -> int:
-        async with scaling.open():
+        async with listening(folder, RunCommands(scaling.handlers).answer), scaling.open():
             return await asyncio.to_thread(main, ["scale", str(folder), *words])
 
     return asyncio.run(asyncio.wait_for(body(), 600))

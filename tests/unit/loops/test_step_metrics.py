@@ -7,7 +7,7 @@ from typing import Any
 
 from episodes import make_group
 from forge.loops.step_metrics import StepClock, _of_rollouts
-from forge.rollout.buffer import Scored, TakenBatch
+from forge.rollout.taken_batch import Scored, TakenBatch
 from forge.types import Group
 
 

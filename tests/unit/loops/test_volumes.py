@@ -25,7 +25,7 @@ class StandInTrainer:
     def __init__(self) -> None:
         self.step = 0
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+    async def train_step(self, batch: Batch, **options: object) -> StepResult:
         self.step += 1
         return StepResult(self.step, 0.0, 0.0, 0.0, 1, 1)
 

@@ -28,6 +28,7 @@ class StandIn:
     def __init__(self, folder: Path, deaths: list[str]) -> None:
         self.folder, self.deaths = folder, deaths
         self.learned: list[int] = []
+        self.rates: list[float | None] = []
         self.saved: list[int] = []
         self.is_dead = False
         self.service = SimpleNamespace(name="trainer", shutdown=self.end, get_metrics=self.metrics)
@@ -46,10 +47,13 @@ class StandIn:
             self.is_dead = True
             raise ActorFailure(LOST)
 
-    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+    async def train_step(
+        self, batch: Batch, *, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
         number = int(batch.token_ids[0])
         self.reach(f"step {number}")
         self.learned.append(number)
+        self.rates.append(learning_rate)
         return StepResult(len(self.learned), float(sum(self.learned)), 1.0, 1e-3, 1, 1)
 
     async def save(self, *, extra: Mapping[str, Any], metric: Any, parts: Any, step: Any) -> None:
@@ -146,6 +150,17 @@ def test_every_batch_is_learned_from_once_in_order(tmp_path: Path, death: str) -
     last = fixture.run(body)
     assert (last.learned, len(fixture.started)) == ([1, 2, 3, 4, 5], 2)
     assert {place.name for place in (tmp_path / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
+
+
+def test_steps_are_trained_again_at_the_learning_rates_that_they_had(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path, "step 5")
+
+    async def body(trainer: RecoveringTrainer) -> None:
+        for number, rate in enumerate((None, 0.1, 0.2, None, 0.3), start=1):
+            await trainer.train_step(batch(number), learning_rate=rate)
+
+    assert fixture.run(body).rates == [None, 0.1, 0.2, None, 0.3]
+    assert len(fixture.started) == 2
 
 
 def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ def _resample(
     try:
         resampler = Resampler(made, model, tokenizer)
         tolerance = _CLOSE if resampler.is_on_gpu else 0.0
-        comparing = _Comparing(session, resampler, versions, tolerance=tolerance, altered=altered)
+        sampling = config.generator.sampling
+        if group.temperature is not None:  # which may have changed while the run ran
+            sampling = sampling.model_copy(update={"temperature": group.temperature})
+        comparing = _Comparing(session, resampler, versions, sampling, tolerance=tolerance, altered=altered)
         found = [
             span
             for episode in group.episodes
@@ -217,6 +220,7 @@ class _Comparing:
     session: Session
     resampler: Resampler
     versions: Mapping[int, Version]
+    sampling: Sampling
     tolerance: float
     altered: frozenset[int]
     """The members whose record was changed."""
@@ -228,7 +232,7 @@ class _Comparing:
         is_episode = bool(episode.stats)
         seed = turn.seed if is_episode else group_seed(config.run.seed, number)
         index = 0 if is_episode else episode.member
-        sampling = config.generator.sampling.model_copy(update={"seed": seed})
+        sampling = self.sampling.model_copy(update={"seed": seed})
         mode = config.generator.update.mode
         found: list[SpanResult] = []
         sequence: SequenceState | None = None
@@ -283,8 +287,8 @@ class _Comparing:
         if found.first.cause != "kernel" or found.first.place < place:
             return found
         self.resampler.stop()
-        temperature = self.session.config.generator.sampling.temperature
-        score = self.resampler.score((*prompt, *turn.token_ids[: place + 1]), temperature=temperature)[-1]
+        tokens = (*prompt, *turn.token_ids[: place + 1])
+        score = self.resampler.score(tokens, temperature=self.sampling.temperature)[-1]
         is_close = abs(score - turn.policy_logprobs[place]) <= _CLOSE
         cause: Cause = "sampling" if is_close else "kernel"
         return replace(found, first=replace(found.first, cause=cause))

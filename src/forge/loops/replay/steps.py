@@ -113,7 +113,7 @@ class Replayer:
             before = [Difference("batch", "digest", record.batch, batch_digest(batch))]
         if before:
             return self._found(number, before, None)
-        result = await self._rule.take_steps(self._trainer, batch)
+        result = await self._rule.take_steps(self._trainer, batch, learning_rate=record.learning_rate)
         self._rule.credit.learned_from(groups)
         self.at = number
         weights = await self._trainer.publish_weights(number, name=self.weights_name)
