@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +224,7 @@ async def _corrupt(fault: Fault, around: Surroundings) -> str:
             with contextlib.suppress(NotInjected):  # what has ended completes nothing
                 _signal(each, signal.SIGSTOP)
                 stopped.callback(_resume, each)
-                await _stopped(each.pid)
+                await asyncio.to_thread(_wait_stopped, each.pid)
         changed = _change_newest_checkpoint(fault, around)
         _signal(process, signal.SIGKILL)
         if process.role == CONTROLLER:
@@ -233,16 +234,16 @@ async def _corrupt(fault: Fault, around: Surroundings) -> str:
     return f"changed 3 bytes of {changed} and killed {process.label}, process {process.pid}"
 
 
-async def _stopped(pid: int) -> None:
+def _wait_stopped(pid: int) -> None:
     """Wait until every thread of a process has left what it was doing in the kernel, such as a rename, or has ended."""
     while True:
         try:
             stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
         except (FileNotFoundError, ProcessLookupError):
-            raise NotInjected(f"process {pid} had just ended") from None
+            return
         if all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats):
             return
-        await asyncio.sleep(0.001)
+        time.sleep(0.001)
 
 
 def _resume(process: RunProcess) -> None:
