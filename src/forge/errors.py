@@ -160,6 +160,10 @@ class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is missing, incomplete, or not of this model."""
 
 
+class SaveError(ForgeError, RuntimeError):
+    """A checkpoint, or a pinned version of weights, that could not be written. Those before it are complete."""
+
+
 class RecordError(ForgeError, RuntimeError):
     """A file that a run writes beside its checkpoints (ledger, rollouts, trace) cannot be written: a full disk, say."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from checkpoint_ranks import Ranks, ranks_of
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, SaveError
 from forge.trainer.checkpoint import Checkpoints
 
 KILLED = -signal.SIGKILL
@@ -70,7 +70,7 @@ def save_and_die(rank: int, folder: str, moment: str, victims: list[int]) -> Non
     if moment == "serializing" and rank in victims:
         state["a"] = {f"rank{rank}": Bomb(rank, folder, victims)}
     checkpoints.save(3, state, extra={"step": 3})
-    with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
+    with pytest.raises(SaveError, match="step 3 could not be written") as caught:
         checkpoints.close()  # only a survivor gets here
     assert caught.value.path == folder
 
@@ -153,7 +153,7 @@ def fill_the_disk(rank: int, folder: str, asynchronous: bool) -> None:
         checkpoints.save(2, large)
         checkpoints.wait()
 
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(SaveError) as caught:
         save_too_much()
     assert "step 2 could not be written, on rank 1" in caught.value.message
     assert caught.value.path == folder

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig, save
 from forge.envs.episode import EpisodeProgram
-from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
+from forge.errors import NonFiniteError, RecordError, RolloutError, SaveError, StepAbandoned
 from forge.generator.engine import UpdateReport
 from forge.loops.agents import agent_credit
 from forge.loops.bound_versions import BoundVersions
@@ -407,7 +407,7 @@ class GRPOLoop:
         """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
         try:
             await self._workers.trainer.wait_saved()
-        except CheckpointError as error:
+        except SaveError as error:
             _log.warning("%s", error)
 
     async def _finish(self) -> GRPOResult:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, SaveError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def write_version(path: Path, tensors: Mapping[str, Tensor], *, version: int, di
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        raise CheckpointError(
+        raise SaveError(
             f"a pinned version could not be written: {error.strerror or error}",
             path=str(path),
             value=f"{at} bytes of version {version}",

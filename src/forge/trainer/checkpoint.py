@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from forge.errors import CheckpointError, ConfigError, ForgeError
+from forge.errors import CheckpointError, ConfigError, ForgeError, SaveError
 from forge.trainer import checkpoint_folder as folders
 from forge.trainer.checkpoint_folder import CheckpointInfo, WriterLock
 from forge.trainer.checkpoint_io import CheckpointWriter, SavePurpose, Stage, StrictLoadPlanner
@@ -275,13 +275,13 @@ class Checkpoints:
         if named := [fault for part in faults for fault in part]:
             raise folders.damage(info, named)
 
-    def _failure(self, error: BaseException, *, step: int, partial: Path) -> CheckpointError:
+    def _failure(self, error: BaseException, *, step: int, partial: Path) -> SaveError:
         """Return what to raise for a failed save. Rank 0 first removes what was written, which may fill the disk."""
         if self._rank == 0 and partial.exists():
             folders.delete(partial)
         rank, cause = _first_failure(error) if isinstance(error, CheckpointException) else (self._rank, error)
         is_full = isinstance(cause, OSError) and cause.errno in _NO_SPACE
-        return CheckpointError(
+        return SaveError(
             f"The checkpoint of step {step} could not be written, on rank {rank}: {cause!r}",
             path=str(self.folder),
             rule="the disk must hold the new checkpoint before an old one is deleted" if is_full else None,

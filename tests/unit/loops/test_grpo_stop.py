@@ -15,7 +15,7 @@ import pytest
 
 from episodes import make_group
 from forge.config import RecordConfig
-from forge.errors import CheckpointError, RecordError, StepAbandoned
+from forge.errors import RecordError, SaveError, StepAbandoned
 from forge.loops.stopping import Stop
 from forge.rollout.ledger import Ledger, LedgerLine, check_ledger, read_ledger
 from forge.rollout.record import RolloutRecorder
@@ -160,7 +160,7 @@ class Saving(StandInTrainer):
     async def wait_saved(self) -> None:
         if self.is_saving:
             self.is_saving = False
-            raise CheckpointError("The checkpoint of step 2 could not be written")
+            raise SaveError("The checkpoint of step 2 could not be written")
 
 
 def test_a_full_disk_ends_the_run_with_one_error_when_the_save_under_way_is_over(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.errors import CheckpointError, StoreError, StoreKeyError
+from forge.errors import CheckpointError, SaveError, StoreError, StoreKeyError
 from forge.store import PinnedVersions, Weights
 from forge.store.version_file import version_path
 from store_scenarios import alone
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_pins_nothing(tmp_path: Path) -> None:
         file.write_text("")
         pins = PinnedVersions("policy", folder=file / "pinned")
         await publish(0)
-        with pytest.raises(CheckpointError, match="could not be written"):
+        with pytest.raises(SaveError, match="could not be written"):
             await pins.add(0)
         assert await Weights("policy").pinned() == []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge.errors import CheckpointError, ConfigError
+from forge.errors import CheckpointError, ConfigError, SaveError
 from forge.trainer.checkpoint import Checkpoints
 from forge.trainer.checkpointer import rng_state, set_rng_state
 
@@ -93,7 +93,7 @@ def test_an_error_of_the_background_is_raised_once_by_the_next_call(tmp_path: Pa
     failing.append(True)
     checkpoints.save(2, state_of(2.0))
     arguments = (3, state_of(3.0)) if call == "save" else ()
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written, on rank 0.*disk is gone") as caught:
+    with pytest.raises(SaveError, match=r"step 2 could not be written, on rank 0.*disk is gone") as caught:
         getattr(checkpoints, call)(*arguments)
     assert caught.value.path == str(tmp_path)
     assert caught.value.repair
@@ -108,7 +108,7 @@ def test_a_full_disk_says_so(tmp_path: Path) -> None:
 
     with (
         Checkpoints(tmp_path, asynchronous=False, on_stage=on_stage) as checkpoints,
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(SaveError) as caught,
     ):
         checkpoints.save(1, state_of(1.0))
     assert "checkpointing.keep" in str(caught.value.repair)
