@@ -21,12 +21,12 @@ from typing import Any
 from forge.chaos.faults import NotInjected, Surroundings, inject
 from forge.chaos.processes import TAG, kill_all, wait_gone
 from forge.chaos.script import Fault
+from forge.chaos.shared_memory import SegmentWatch
 from forge.errors import ConfigError
 from forge.observe.clock import CLOCK_FILE, CLOCK_FORMAT
 
 _POLL_S = 0.1
 _GONE_S = 30.0
-_SHARED_MEMORY = Path("/dev/shm")
 _CACHES = ("torchinductor_",)
 """Files in the folder for temporary files that later processes use again."""
 
@@ -108,7 +108,7 @@ async def run_trial(
         clock.write_bytes(struct.pack(CLOCK_FORMAT, 0.0, 0.0))
         own_files.mkdir()
         own_variables = {TAG: tag, CLOCK_FILE: str(clock), "TMPDIR": str(own_files)}
-        segments = set(os.listdir(_SHARED_MEMORY))
+        segments = SegmentWatch(tag)
         around = Surroundings(tag, trial.folder, trial.folder / "checkpoints", clock)
         log, began = output_dir.parent / f"{output_dir.name}-{name}.log", time.monotonic()
         try:
@@ -121,22 +121,23 @@ async def run_trial(
                     env={**os.environ, **own_variables},
                     start_new_session=True,
                 )
-                await _watch(trial, process, _due(faults, trial, around, on_event), limit_s=limit_s)
+                injecting = _due(faults, trial, around, on_event)
+                await _watch(trial, process, (injecting, asyncio.create_task(segments.watch())), limit_s=limit_s)
             trial.seconds = time.monotonic() - began
             left = await asyncio.to_thread(wait_gone, tag, limit_s=_GONE_S)
             trial.leaked_processes = [process.label or f"process {process.pid}" for process in left]
         finally:
             kill_all(tag)
             await asyncio.to_thread(wait_gone, tag, limit_s=_GONE_S)
-        trial.leaked_segments = await _lasting_segments(segments)
+        trial.leaked_segments = await segments.left(limit_s=_GONE_S)
         trial.leaked_files = sorted(path.name for path in own_files.iterdir() if not path.name.startswith(_CACHES))
     return trial
 
 
 async def _watch(
-    trial: Trial, process: asyncio.subprocess.Process, injecting: asyncio.Task[None], *, limit_s: float
+    trial: Trial, process: asyncio.subprocess.Process, beside: Sequence[asyncio.Task[None]], *, limit_s: float
 ) -> None:
-    """Wait for the run's end, and end the faults with it."""
+    """Wait for the run's end, and end what happens beside it: the faults, for example."""
     try:
         async with asyncio.timeout(limit_s):
             trial.status = await process.wait()
@@ -145,9 +146,11 @@ async def _watch(
             process.send_signal(signal.SIGKILL)
         await process.wait()
     finally:
-        injecting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await injecting
+        for task in beside:
+            task.cancel()
+        for task in beside:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 def _due(
@@ -196,27 +199,6 @@ def last_step(folder: Path) -> int:
                 if any(name.startswith("train/") for name in line["values"]):
                     last = max(last, int(line["step"]))
     return last
-
-
-async def _lasting_segments(before: set[str]) -> list[str]:
-    """Return the new files in shared memory that no process maps until the time is up. Files that other programs are
-    creating or removing at that moment do not stay unused for so long."""
-    until = time.monotonic() + _GONE_S
-    left = _unused_segments(set(os.listdir(_SHARED_MEMORY)) - before)
-    while left and time.monotonic() < until:
-        await asyncio.sleep(_POLL_S)
-        left &= _unused_segments(left & set(os.listdir(_SHARED_MEMORY)))
-    return sorted(left)
-
-
-def _unused_segments(names: set[str]) -> set[str]:
-    """Return those files in shared memory that no living process has mapped: others belong to other programs."""
-    used: set[str] = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            with contextlib.suppress(OSError):
-                used |= {name for name in names if name in Path(f"/proc/{entry}/maps").read_text()}
-    return names - used
 
 
 @contextlib.contextmanager

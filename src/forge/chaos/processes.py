@@ -52,9 +52,14 @@ def _found(tag: str) -> Iterator[RunProcess]:
                 yield process
 
 
+def is_tagged(pid: int, tag: str) -> bool:
+    """Return whether a process belongs to an experiment. Raise `OSError` if it has ended."""
+    return f"\0{TAG}={tag}\0" in f"\0{_text(Path(f'/proc/{pid}/environ'))}\0"
+
+
 def _read(pid: int, tag: str) -> RunProcess | None:
     folder = Path(f"/proc/{pid}")
-    if f"\0{TAG}={tag}\0" not in f"\0{_text(folder / 'environ')}\0":
+    if not is_tagged(pid, tag):
         return None
     if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
         return None
