@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import grpo_runs
 from forge.runtime.hosts import free_port
 from leftovers import has_ended
 
@@ -41,7 +42,13 @@ class Workers:
         return process.stdout.readline()
 
     def run(self, scenario: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(CONTROLLER), scenario, *self.addresses, str(self.processes[0].pid)]
+        command = [
+            sys.executable,
+            str(CONTROLLER),
+            scenario,
+            *self.addresses,
+            *(str(process.pid) for process in self.processes),
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
     def stop(self) -> list[int]:
@@ -75,6 +82,18 @@ def test_the_service_goes_on_when_a_host_is_lost(workers):
     assert said["restarts"] == 2
     assert said["after"] == 4
     assert said["served"] > 0
+
+
+def test_a_run_continues_without_the_host_of_its_trainer(workers, tmp_path):
+    """On the host that is left, and ends with the weights of a run that nothing disturbed."""
+    whole = grpo_runs.config(tmp_path / "whole")
+    grpo_runs.train_here(whole)
+    said = answer(workers.run("train"))
+    assert said["hosts"][0] in workers.addresses
+    assert said["step"] == grpo_runs.NUM_STEPS
+    assert said["restarts"] == [1]
+    assert said["weights"] == grpo_runs.weights_digest(whole)
+    assert said["ledger"] == [repr(line) for line in grpo_runs.ledger(whole)]
 
 
 def test_hosts_join_and_leave(workers):

@@ -82,7 +82,7 @@ def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> G
     async def body() -> GRPOResult:
         nonlocal workers
         plan = plan_run(chosen)
-        async with asyncio.timeout(LIMIT_S), forge.run():
+        async with asyncio.timeout(LIMIT_S), forge.run(plan.config):
             opened = await start_workers(
                 plan.config,
                 plan.trainer,

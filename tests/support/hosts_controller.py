@@ -1,6 +1,6 @@
 """A controller on two "hosts": worker processes on loopback. Run as a process, since a channel is chosen only once.
 
-usage: hosts_controller.py SCENARIO ADDRESS ADDRESS [PID OF THE FIRST WORKER]
+usage: hosts_controller.py SCENARIO ADDRESS ADDRESS PID PID
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import forge
+import grpo_runs
 from actors import Worker
 from forge.cli import main as cli
 from forge.config import GRPOConfig, LauncherConfig
@@ -24,6 +25,7 @@ from forge.loops.run_control import RunCommands, listening
 from forge.loops.run_hosts import RunHosts
 from forge.loops.run_paths import run_dir
 from forge.loops.runtime_changes import with_changes
+from forge.loops.workers import Workers
 from forge.service.hosts import add_host, list_hosts, remove_host
 
 
@@ -116,6 +118,33 @@ async def refusal(address: str, *, add: bool = True) -> str:
     return ""
 
 
+def train_without_the_host(addresses: list[str], workers: list[int]) -> dict[str, object]:
+    """Train, and kill the worker of the trainer's host when version 3 has been published."""
+    before: list[str] = []
+
+    async def lose_trainer(parts: Workers, version: int) -> None:
+        if version == 3 and not before:
+            service: Any = parts.trainer.service  # type: ignore[attr-defined]
+            before.append((await service.get_metrics()).replicas[0].host)
+            os.kill(workers[addresses.index(before[0])], signal.SIGKILL)
+
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = grpo_runs.config(
+            Path(folder) / "whole",
+            "checkpointing.asynchronous=false",
+            "launcher.kind=hosts",
+            f"launcher.hosts={json.dumps(addresses)}",
+        )
+        result = grpo_runs.train_watched(chosen, lose_trainer)
+        return {
+            "step": result.step,
+            "hosts": before,
+            "weights": grpo_runs.weights_digest(chosen),
+            "restarts": grpo_runs.metrics(chosen, "recovery/restarts"),
+            "ledger": [repr(line) for line in grpo_runs.ledger(chosen)],
+        }
+
+
 async def main(scenario: str, addresses: list[str], worker: int) -> None:
     hosts = addresses[:1] if scenario == "join" else addresses
     async with forge.run(LauncherConfig(kind="hosts", hosts=tuple(hosts))):
@@ -136,4 +165,7 @@ async def main(scenario: str, addresses: list[str], worker: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2:4], int(sys.argv[4])))
+    if sys.argv[1] == "train":
+        print(json.dumps(train_without_the_host(sys.argv[2:4], [int(pid) for pid in sys.argv[4:6]])), flush=True)
+    else:
+        asyncio.run(main(sys.argv[1], sys.argv[2:4], int(sys.argv[4])))
