@@ -12,8 +12,7 @@ class ReplayRecordConfig(ConfigModel):
 
     enabled: bool = Field(
         default=True,
-        description="Whether each step is recorded in replay/. Runs with a critic are never recorded: they cannot be "
-        "replayed.",
+        description="Whether each step is recorded in replay/.",
     )
     keep_steps: int | None = Field(
         default=None,

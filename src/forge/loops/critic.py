@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from forge.config import GRPOConfig, TrainerConfig
 from forge.errors import CheckpointError
 from forge.loops.run_paths import checkpoint_dir, crash_dir
 from forge.observe import span
+from forge.rollout.step_record import CriticRecord, values_digest
 from forge.rollout.value_credit import CriticBatch, value_samples, with_values
 from forge.runtime.placement import GPU_VARIABLE
 from forge.trainer.actor import Trainer
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from forge.losses import CriticLoss
 
 _log = logging.getLogger("forge.grpo")
+_SECONDS: Final = "critic/seconds"
 CRITIC_FOLDER: Final = "critic"
 """The folder in a checkpoint that has the critic's, and next to the checkpoints the one in which it is written."""
 
@@ -86,19 +89,28 @@ def find_critic_checkpoint(policy: CheckpointInfo) -> CheckpointInfo:
 async def start_critic(
     config: GRPOConfig, trainer: TrainerConfig, *, with_gpus: bool, on_gpus: str | None
 ) -> ServedTrainer:
-    """Start the critic's processes, on the GPUs `on_gpus` where it is beside the trainer."""
+    """Start the critic's processes, on the GPUs `on_gpus` where it is beside the trainer. It is restored if it dies."""
+    start = partial(start_critic_service, config, trainer, with_gpus=with_gpus, on_gpus=on_gpus)
+    return await recovering(
+        RecoverySetup("critic", start, config.recovery, checkpoint_dir(config), crash_dir(config), part=CRITIC_FOLDER)
+    )
+
+
+async def start_critic_service(
+    config: GRPOConfig, trainer: TrainerConfig, *, with_gpus: bool, on_gpus: str | None
+) -> ServiceTrainer:
+    """Start the critic's processes; a critic that dies is not restored."""
     made = critic_config(config, trainer)
     options = trainer_options(made.distributed) | {"mesh_name": "critic"} | config.workers.critic.options()
     if on_gpus and config.critic.placement == "beside" and with_gpus:
         options["env"][GPU_VARIABLE] = ",".join(on_gpus.split(",")[: planned_ranks(made.distributed)])
         options["with_gpus"] = False
+    return ServiceTrainer(await Trainer.options(**options).as_service(made, critic_loss(config)))
 
-    async def start() -> ServiceTrainer:
-        return ServiceTrainer(await Trainer.options(**options).as_service(made, critic_loss(config)))
 
-    return await recovering(
-        RecoverySetup("critic", start, config.recovery, checkpoint_dir(config), crash_dir(config), part=CRITIC_FOLDER)
-    )
+def in_warmup(seen: StepResult) -> StepResult:
+    """Return the result of a step in which the critic learned alone: `seen` is what it saw."""
+    return replace(seen, loss=0.0, grad_norm=0.0, learning_rate=0.0, num_loss_tokens=0, metrics={})
 
 
 class Critic:
@@ -108,12 +120,23 @@ class Critic:
         self._config, self._handle, self._mask_truncated = config, handle, mask_truncated
         self._made_with = config.critic.training.over(config.training).learning_rate
         self._options: dict[str, Any] = {}
+        self._learned_with: float | None = None
         self.metrics: dict[str, float] = {}
         """What the last step found, by the names of metrics."""
 
-    def use_rate(self, learning_rate: float) -> None:
-        """Take this as the highest rate of the schedule from the next step on."""
-        self._options = {} if learning_rate == self._made_with else {"learning_rate": learning_rate}
+    def use_rate(self, learning_rate: float | None) -> None:
+        """Take this as the highest rate of the schedule from the next step on; None for what it was made with."""
+        is_own = learning_rate is None or learning_rate == self._made_with
+        self._options = {} if is_own else {"learning_rate": learning_rate}
+
+    def learns_alone(self, *, after: int) -> bool:
+        """Whether the step after so many steps is one of the warm-up, in which the policy does not learn."""
+        return after < self._config.critic.warmup_steps
+
+    def record(self, valued: Sequence[Group]) -> CriticRecord:
+        """Return what a replay needs of the last step, which learned from these groups."""
+        outcome = {name: float(value) for name, value in self.metrics.items() if name != _SECONDS}
+        return CriticRecord(values_digest(valued), outcome, self._learned_with)
 
     async def value(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the newest critic's values."""
@@ -124,10 +147,12 @@ class Critic:
     async def learn(self, groups: Sequence[Group]) -> StepResult:
         """Take the critic's steps on groups with values. Returns what the first step saw."""
         found = CriticBatch.of(groups, self._config.algorithm, mask_truncated=self._mask_truncated)
-        first = last = await self._handle.train_step(found.batch, **self._options)
+        options = self._options
+        self._learned_with = options.get("learning_rate")
+        first = last = await self._handle.train_step(found.batch, **options)
         seconds = first.seconds
         for _ in range(self._config.critic_iterations - 1):
-            last = await self._handle.train_step(found.batch, **self._options)
+            last = await self._handle.train_step(found.batch, **options)
             seconds += last.seconds
         self.metrics = {
             "critic/loss": first.loss,
@@ -135,7 +160,7 @@ class Critic:
             "critic/learning_rate": last.learning_rate,
             "critic/squared_error": float(first.metrics["squared_error"]),
             "critic/clip_fraction": float(last.metrics["clip_fraction"]),
-            "critic/seconds": seconds,
+            _SECONDS: seconds,
             **{f"critic/{name}": value for name, value in found.metrics().items()},
             **({"critic/skipped": 1.0} if first.skipped or last.skipped else {}),
         }

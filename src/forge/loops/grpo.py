@@ -345,9 +345,8 @@ class GRPOLoop:
             groups,
             dropped=taken.drops,
             result=result,
-            batch=self.learner.batch,
+            learned=self.learner.learned,
             weights=self._weights.digest,
-            learning_rate=self.learner.learning_rate,
         )
         self._source.forget([*(group.number for group in groups), *(number for number, _ in taken.drops)])
         self._league.write(self._step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig
-from forge.loops.critic import Critic, policy_steps
+from forge.loops.critic import Critic, in_warmup, policy_steps
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import checkpoint_dir
 from forge.loops.workers import Workers
@@ -17,6 +17,7 @@ from forge.observe.sink import Value
 from forge.rollout.agent_credit import AgentCredit
 from forge.rollout.credit import AdvantageFunction, assign_advantages
 from forge.rollout.samples import make_batch, with_field
+from forge.rollout.step_record import LearnedBatch
 from forge.trainer.handles import ServedTrainer, TrainerHandle
 from forge.trainer.recovering import RecoveringTrainer, add_up
 from forge.types import Batch, Group, StepResult
@@ -94,8 +95,8 @@ class Learner:
         self._restart: Mapping[str, float] = {}
         self.batch: Batch | None = None
         """The batch of the last step, or of the one under way."""
-        self.learning_rate: float | None = None
-        """The highest rate of the schedule in that step; None for what the trainer was made with."""
+        self.learned: LearnedBatch | None = None
+        """What the last step learned from."""
         self._next_rate: float | None = None
         self._shares_gpu = plan.run.critic is not None and plan.run.critic.is_beside and plan.run.critic.on_gpu
 
@@ -130,8 +131,10 @@ class Learner:
         valued = groups if self._critic is None else await self._critic.value(groups)
         await self._free(self._workers.critic)
         with_advantages, batch = self._rule.batch(valued)
-        self.batch, self.learning_rate = batch, self._next_rate
-        result = await self._steps(batch, valued, only_critic=step < self._plan.config.critic.warmup_steps)
+        self.batch, rate = batch, self._next_rate
+        result = await self._steps(batch, valued, step=step, learning_rate=rate)
+        critic = None if self._critic is None else self._critic.record(valued)
+        self.learned = LearnedBatch(batch, rate, critic)
         self._credit.learned_from(groups)
         if self._plan.config.placement == "turns":  # else generators would wake to a device that is full
             await self._workers.trainer.release_memory()
@@ -140,17 +143,18 @@ class Learner:
         await self._workers.policy.wake()
         return with_advantages, result
 
-    async def _steps(self, batch: Batch, valued: Sequence[Group], *, only_critic: bool) -> StepResult:
+    async def _steps(
+        self, batch: Batch, valued: Sequence[Group], *, step: int, learning_rate: float | None
+    ) -> StepResult:
         """Let the policy and then the critic learn; in the critic's warm-up the critic alone."""
         if self._critic is None:
-            return await self._rule.take_steps(self._workers.trainer, batch, learning_rate=self.learning_rate)
-        if only_critic:
-            seen = await self._critic.learn(valued)
-            await self._free(self._workers.critic)
-            return replace(seen, loss=0.0, grad_norm=0.0, learning_rate=0.0, num_loss_tokens=0, metrics={})
-        result = await self._rule.take_steps(self._workers.trainer, batch, learning_rate=self.learning_rate)
-        await self._free(self._workers.trainer)
-        await self._critic.learn(valued)
+            return await self._rule.take_steps(self._workers.trainer, batch, learning_rate=learning_rate)
+        if self._critic.learns_alone(after=step):
+            result = in_warmup(await self._critic.learn(valued))
+        else:
+            result = await self._rule.take_steps(self._workers.trainer, batch, learning_rate=learning_rate)
+            await self._free(self._workers.trainer)
+            await self._critic.learn(valued)
         await self._free(self._workers.critic)
         return result
 

@@ -23,9 +23,10 @@ from forge.rollout.rollouter import Prompts
 from forge.rollout.samples import logprobs_by_episode
 from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.rollout.step_log import FOLDER, StepLog
+from forge.rollout.step_record import LearnedBatch
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
-from forge.types import Batch, Group, StepResult
+from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
 
@@ -72,7 +73,7 @@ class Records:
             resume_step=resume_step,
         )
         self._step_log: StepLog | None = None
-        if config.record.replay.enabled and not config.algorithm.has_critic:
+        if config.record.replay.enabled:
             self._step_log = StepLog(
                 self._folder / FOLDER,
                 config=config.record.replay,
@@ -95,19 +96,17 @@ class Records:
         *,
         dropped: Iterable[tuple[int, DropReason]],
         result: StepResult,
-        batch: Batch | None = None,
+        learned: LearnedBatch | None = None,
         weights: str | None = None,
-        learning_rate: float | None = None,
     ) -> None:
         """Write what became of a step's groups, the episodes with the trainer's logprobs, and what is needed to replay
-        the step: `batch` is what it learned from, `weights` the digest of what it published, and `learning_rate` the
-        highest rate of the schedule where that was changed."""
+        the step: what it learned from, and the digest of the weights that it published."""
         trained = [LedgerLine(step, group.number, group.epoch, group.task.id, "trained") for group in groups]
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
         logprobs = result.logprobs
         self._rollouts.write(step, groups, None if logprobs is None else logprobs_by_episode(groups, logprobs))
-        if self._step_log is not None and batch is not None:
-            self._step_log.write(step, groups, batch=batch, result=result, weights=weights, learning_rate=learning_rate)
+        if self._step_log is not None and learned is not None:
+            self._step_log.write(step, groups, learned=learned, result=result, weights=weights)
 
     def begin_steps(self, *, weights: str | None, trainer: Mapping[str, Any]) -> None:
         """Record what the steps to come have in common, for `forge replay`: `weights` is the digest of what they start

@@ -24,6 +24,7 @@ from forge.config import ReplayRecordConfig
 from forge.errors import ReplayError
 from forge.rollout.ledger import recording
 from forge.rollout.step_record import (
+    LearnedBatch,
     StepRecord,
     batch_digest,
     decode_step,
@@ -31,7 +32,7 @@ from forge.rollout.step_record import (
     logprobs_digest,
     outcome_of,
 )
-from forge.types import Batch, Group, StepResult
+from forge.types import Group, StepResult
 
 FOLDER: Final = "replay"
 FORMAT: Final = 1
@@ -138,10 +139,9 @@ class StepLog:
         step: int,
         groups: Sequence[Group],
         *,
-        batch: Batch,
+        learned: LearnedBatch,
         result: StepResult,
         weights: str | None,
-        learning_rate: float | None = None,
     ) -> None:
         """Record a step. Returns before it is written; an error is raised by a later call."""
         while self._waiting and (len(self._waiting) >= _MOST_WAITING or self._waiting[0][1].done()):
@@ -151,7 +151,14 @@ class StepLog:
         def work() -> None:
             logprobs = logprobs_digest(result.logprobs)
             found = StepRecord(
-                step, tuple(groups), batch_digest(batch), outcome_of(result), logprobs, weights, learning_rate
+                step,
+                tuple(groups),
+                batch_digest(learned.batch),
+                outcome_of(result),
+                logprobs=logprobs,
+                weights=weights,
+                learning_rate=learned.learning_rate,
+                critic=learned.critic,
             )
             data = encode_step(found)
             _replace(path, data)

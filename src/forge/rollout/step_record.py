@@ -14,7 +14,7 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,38 @@ _NOT_COMPARED: Final = ("memory_gib",)
 
 
 @dataclass(frozen=True, slots=True)
+class CriticRecord:
+    """What a run recorded of its critic in one step.
+
+    Attributes:
+        values: the digest of the values that it gave the groups before it learned from them.
+        outcome: the metrics of its own steps, by name.
+        learning_rate: the highest rate of its schedule, where it was changed while the run ran; None for that of the
+            configuration.
+    """
+
+    values: str
+    outcome: Mapping[str, float]
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedBatch:
+    """What one step learned from.
+
+    Attributes:
+        batch: what the policy's trainer got.
+        learning_rate: the highest rate of the schedule, where it was changed while the run ran; None for that of the
+            configuration.
+        critic: what the critic did in this step; None without one.
+    """
+
+    batch: Batch
+    learning_rate: float | None = None
+    critic: CriticRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """What a run recorded of one step.
 
@@ -47,6 +79,7 @@ class StepRecord:
         weights: the digest of the weights that were published after it; None where none were.
         learning_rate: the highest rate of the schedule in this step, where it was changed while the run ran; None for
             that of the configuration.
+        critic: what the critic did in this step; None without one.
         altered: what does not have the digest that it was written with.
         num_bytes: the size of the file.
     """
@@ -58,6 +91,7 @@ class StepRecord:
     logprobs: str | None = None
     weights: str | None = None
     learning_rate: float | None = None
+    critic: CriticRecord | None = None
     altered: tuple[Altered, ...] = field(default=(), compare=False)
     num_bytes: int = field(default=0, compare=False)
 
@@ -106,6 +140,15 @@ def logprobs_digest(logprobs: Sequence[Tensor] | None) -> str | None:
     return found.hexdigest()
 
 
+def values_digest(groups: Sequence[Group]) -> str:
+    """Return a digest of a critic's values of groups."""
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for episode in (episode for group in groups for episode in group.episodes):
+        found.update(np.array(episode.values or (), dtype=np.float64).tobytes())
+        found.update(np.array(sorted(episode.end_values.items()), dtype=np.float64).tobytes())
+    return found.hexdigest()
+
+
 # ---- The file -------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +162,7 @@ def encode_step(record: StepRecord) -> bytes:
         "logprobs": record.logprobs,
         "weights": record.weights,
         **({} if record.learning_rate is None else {"learning_rate": record.learning_rate}),
+        **({} if record.critic is None else {"critic": asdict(record.critic)}),
         "groups": documents,
     }
     return pack(head, columns)
@@ -136,6 +180,7 @@ def decode_step(data: bytes, *, path: Path) -> StepRecord:
         logprobs=head["logprobs"],
         weights=head["weights"],
         learning_rate=head.get("learning_rate"),
+        critic=CriticRecord(**head["critic"]) if "critic" in head else None,
         altered=tuple(altered_quantities(groups, head["groups"])),
         num_bytes=len(data),
     )

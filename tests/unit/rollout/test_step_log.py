@@ -13,7 +13,7 @@ from forge.config import ReplayRecordConfig
 from forge.errors import RecordError
 from forge.rollout.group_codec import decode_groups, encode_groups
 from forge.rollout.step_log import StepLog, read_sessions, read_step, recorded_steps
-from forge.rollout.step_record import batch_digest
+from forge.rollout.step_record import CriticRecord, LearnedBatch, batch_digest
 from forge.types import (
     AgentResult,
     Batch,
@@ -57,6 +57,8 @@ def group(number: int) -> Group:
 
 
 BATCH = Batch.of([Sample(torch.tensor([1, 2, 3]), torch.tensor([0.0, 1.0, 1.0]), {"advantages": torch.ones(3)})])
+CRITIC = CriticRecord("values", {"critic/loss": 0.25, "critic/grad_norm": float("inf")}, learning_rate=1e-4)
+LEARNED = LearnedBatch(BATCH, critic=CRITIC)
 RESULT = StepResult(1, 0.5, 1.5, 1e-3, 3, 2, metrics={"entropy": 0.1, "memory_gib": 3.0})
 
 
@@ -70,7 +72,7 @@ def write_steps(
     for step, kept in enumerate(checkpoints, start=(resume or 0) + 1):
         log.flush()
         now[:] = kept
-        log.write(step, [group(step)], batch=BATCH, result=RESULT, weights=f"digest {step}")
+        log.write(step, [group(step)], learned=LEARNED, result=RESULT, weights=f"digest {step}")
     log.close()
     return log
 
@@ -94,6 +96,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = read_step(tmp_path, 1)
     assert repr(found.groups) == repr((group(1),))
     assert (found.batch, found.weights, found.altered) == (batch_digest(BATCH), "digest 1", ())
+    assert found.critic == CRITIC
     assert found.outcome["metrics.entropy"] == 0.1
     assert "metrics.memory_gib" not in found.outcome
     other = replace(BATCH, loss_weights=BATCH.loss_weights + 1e-7)
@@ -132,7 +135,7 @@ def test_a_step_that_cannot_be_written_ends_the_run_with_the_file(tmp_path: Path
     log = StepLog(tmp_path, config=ReplayRecordConfig(), kept_checkpoints=list, resume_step=None)
     (tmp_path / "step_000001.bin").mkdir()
     (tmp_path / "step_000001.bin" / "file").touch()
-    log.write(1, [group(1)], batch=BATCH, result=RESULT, weights=None)
+    log.write(1, [group(1)], learned=LEARNED, result=RESULT, weights=None)
     with pytest.raises(RecordError) as refused:
         log.flush()
     assert refused.value.path == str(tmp_path / "step_000001.bin")

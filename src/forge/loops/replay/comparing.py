@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from forge.rollout.step_record import StepRecord, same_number
+from forge.rollout.step_record import CriticRecord, StepRecord, same_number
 from forge.types import Group
 
 Component = Literal[
     "record",
     "checkpoint",
     "initial weights",
+    "values",
     "advantages",
     "batch",
     "schedule",
@@ -21,6 +22,7 @@ Component = Literal[
     "loss",
     "backward pass",
     "optimizer",
+    "critic",
 ]
 """What a difference is in. Each depends on those before it, so the first one that differs is the cause."""
 
@@ -34,7 +36,9 @@ _OF_QUANTITY: Final[Mapping[str, Component]] = {
     "grad_norm": "backward pass",
     "skipped": "backward pass",
 }
-_ORDER: Final[tuple[Component, ...]] = ("batch", "schedule", "forward pass", "loss", "backward pass", "optimizer")
+_ORDER: Final[tuple[Component, ...]] = (
+    *("batch", "schedule", "forward pass", "loss", "backward pass", "optimizer", "critic"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +90,31 @@ def record_differences(record: StepRecord) -> Iterator[Difference]:
         yield Difference("record", f"digest of the {quantity} of group {number}, sample {member}", written, found)
 
 
-def advantage_differences(recorded: Sequence[Group], replayed: Sequence[Group]) -> Iterator[Difference]:
+def advantage_differences(
+    recorded: Sequence[Group], replayed: Sequence[Group], *, tolerance: float = 0.0
+) -> Iterator[Difference]:
     """Yield the episodes whose advantages are not those that were trained with."""
     for one, other in zip(recorded, replayed, strict=True):
         for before, now in zip(one.episodes, other.episodes, strict=True):
             what = f"of group {one.number}, sample {before.member}"
-            if not same_number(before.advantage, now.advantage):
+            if not is_close(before.advantage, now.advantage, tolerance=tolerance):
                 yield Difference("advantages", f"advantage {what}", before.advantage, now.advantage)
-            elif before.token_advantages != now.token_advantages:
+            elif not _all_close(before.token_advantages, now.token_advantages, tolerance=tolerance):
                 yield Difference("advantages", f"advantages of tokens {what}", "as recorded", "others")
             for name, result in before.agents.items():
-                if not same_number(result.advantage, now.agents[name].advantage):
+                if not is_close(result.advantage, now.agents[name].advantage, tolerance=tolerance):
                     changed = now.agents[name].advantage
                     yield Difference("advantages", f"advantage of {name} {what}", result.advantage, changed)
+
+
+def critic_differences(
+    recorded: CriticRecord, replayed: CriticRecord, *, tolerance: float = 0.0
+) -> Iterator[Difference]:
+    """Yield which metrics of the critic's steps differ."""
+    for name in dict.fromkeys((*recorded.outcome, *replayed.outcome)):
+        one, other = recorded.outcome.get(name), replayed.outcome.get(name)
+        if not is_close(one, other, tolerance=tolerance):
+            yield Difference("critic", name.removeprefix("critic/"), one, other)
 
 
 def outcome_differences(
@@ -125,6 +141,12 @@ def is_close(one: object, other: object, *, tolerance: float) -> bool:
     if not (tolerance and isinstance(one, float) and isinstance(other, float)):
         return False
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _all_close(one: Sequence[float] | None, other: Sequence[float] | None, *, tolerance: float) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return one is other
+    return all(is_close(float(a), float(b), tolerance=tolerance) for a, b in zip(one, other, strict=True))
 
 
 def _component(name: str) -> Component:

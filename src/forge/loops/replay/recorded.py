@@ -184,18 +184,11 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _not_recorded(folder: Path, document: Mapping[str, Any]) -> ReplayError:
-    advantage = document.get("algorithm", {}).get("advantage", {})
     record = document.get("record", {})
     value: object
     if "algorithm" not in document:
         value, rule = "no section algorithm", "a run of reinforcement learning: only those can be replayed"
         repair = "there is none: other runs are not recorded"
-    elif isinstance(advantage, Mapping) and advantage.get("function") == "gae":
-        value, rule = (
-            "a run with a critic",
-            "a run without a critic: the state of a critic is not recorded step by step",
-        )
-        repair = "there is none: runs of PPO with a critic cannot be replayed"
     else:
         value = {"record.replay": record.get("replay") if isinstance(record, Mapping) else None}
         rule = f"at least one step in {folder / FOLDER}"

@@ -95,7 +95,7 @@ class Session:
 
     def trains_like(self, other: Session) -> bool:
         """Return whether a step of this session is computed as one of another: nothing has to be started anew."""
-        sections = ("model", "adapter", "training", "distributed", "algorithm", "rollout", "run", "reference")
+        sections = ("model", "adapter", "training", "distributed", "algorithm", "critic", "rollout", "run", "reference")
         mine, theirs = to_plain(self.config), to_plain(other.config)
         mine["run"], theirs["run"] = mine["run"]["seed"], theirs["run"]["seed"]
         same_sampling = mine["generator"]["sampling"] == theirs["generator"]["sampling"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from forge.errors import ReplayError
+from forge.loops.critic import Critic, in_warmup, start_critic_service
 from forge.loops.learning import StepRule
 from forge.loops.planning import make_run_loss
 from forge.loops.replay.comparing import (
@@ -18,6 +19,7 @@ from forge.loops.replay.comparing import (
     Difference,
     Replayed,
     advantage_differences,
+    critic_differences,
     in_order,
     outcome_differences,
     record_differences,
@@ -27,11 +29,19 @@ from forge.loops.replay.session import Session
 from forge.rollout.agent_credit import AgentCredit
 from forge.rollout.credit import AdvantageFunction, find_advantage
 from forge.rollout.samples import make_batch
-from forge.rollout.step_record import StepRecord, batch_digest, logprobs_digest, outcome_of
+from forge.rollout.step_record import (
+    CriticRecord,
+    StepRecord,
+    batch_digest,
+    logprobs_digest,
+    outcome_of,
+    values_digest,
+)
 from forge.runtime.lifetime import run
+from forge.runtime.placement import wants_gpus
 from forge.trainer.actor import Trainer
 from forge.trainer.handles import ServiceTrainer, trainer_options
-from forge.types import Batch, Episode, Group
+from forge.types import Batch, Episode, Group, StepResult
 
 if TYPE_CHECKING:
     from forge.losses import Loss
@@ -55,6 +65,8 @@ class Replayer:
         self._run, self._folder = recorded, folder
         self._loss, self._advantage, self._tolerance = loss, advantage, tolerance
         self._trainer: ServiceTrainer | None = None
+        self._critic_service: ServiceTrainer | None = None
+        self._critic: Critic | None = None
         self._session: Session | None = None
         self._rule: StepRule | None = None
         self._other_hardware: tuple[str, ...] = ()
@@ -85,6 +97,8 @@ class Replayer:
         self.at, self._is_fresh = start.step, False
         if start.checkpoint is not None:
             await self._trainer.load(str(start.checkpoint.path))
+            if self._critic is not None:
+                await self._critic.load(start.checkpoint, step=start.step)
             assert self._rule is not None
             self._rule.credit.load(dict(start.extra.get("agents", {})))
         from forge.store import Weights
@@ -107,36 +121,83 @@ class Replayer:
         if session is not self._session and session.start_step == self.at and not session.trains_like(self._session):
             raise ValueError(f"step {number} belongs to another session: begin again from its start")
         record = self._run.read(number)
-        groups, batch = self._batch(record)
-        before = [*record_differences(record), *advantage_differences(record.groups, groups)]
-        if not before and batch_digest(batch) != record.batch:
-            before = [Difference("batch", "digest", record.batch, batch_digest(batch))]
+        valued = await self._value(record)
+        groups, batch = self._batch(record, valued)
+        before = self._differences_before(record, valued, groups, batch)
         if before:
             return self._found(number, before, None)
-        result = await self._rule.take_steps(self._trainer, batch, learning_rate=record.learning_rate)
+        if self._critic is not None and self._exactness:
+            _, batch = self._recorded_batch(record)  # the critic's values differ in their last bits
+        result, critic = await self._take_steps(record, valued, batch)
         self._rule.credit.learned_from(groups)
         self.at = number
         weights = await self._trainer.publish_weights(number, name=self.weights_name)
-        tolerance = self._tolerance if self._other_hardware else 0.0
-        differences = outcome_differences(record.outcome, outcome_of(result), tolerance=tolerance)
+        differences = outcome_differences(record.outcome, outcome_of(result), tolerance=self._exactness)
         if not self._other_hardware:
             differences += _digest_differences(record, logprobs_digest(result.logprobs), weights)
+        if record.critic is not None and critic is not None:
+            differences += critic_differences(record.critic, critic, tolerance=self._exactness)
         return self._found(number, in_order(differences), weights)
 
-    def _batch(self, record: StepRecord) -> tuple[Sequence[Group], Batch]:
+    @property
+    def _exactness(self) -> float:
+        """How far numbers may be apart: 0 on the hardware of the run."""
+        return self._tolerance if self._other_hardware else 0.0
+
+    async def _value(self, record: StepRecord) -> Sequence[Group]:
+        """Return the groups of a step without advantages, with the critic's values where there is one."""
+        plain = [_without_advantages(group) for group in record.groups]
+        return plain if self._critic is None else await self._critic.value(plain)
+
+    def _batch(self, record: StepRecord, valued: Sequence[Group]) -> tuple[Sequence[Group], Batch]:
         """Return the groups with advantages, computed again where that is possible, and the batch that they make."""
         assert self._rule is not None
         assert self._session is not None
         if self._session.own_advantage and self._advantage is None:
-            config = self._session.config
-            with_reference = "ref_logprobs" in self._rule.loss.fields and not config.base_is_reference
-            mask = config.rollout.mask_truncated
-            return record.groups, make_batch(record.groups, mask_truncated=mask, with_reference=with_reference)
-        return self._rule.batch([_without_advantages(group) for group in record.groups])
+            return self._recorded_batch(record)
+        return self._rule.batch(valued)
+
+    def _recorded_batch(self, record: StepRecord) -> tuple[Sequence[Group], Batch]:
+        """Return the groups with the advantages that are recorded, and the batch that they make."""
+        assert self._rule is not None
+        assert self._session is not None
+        config = self._session.config
+        with_reference = "ref_logprobs" in self._rule.loss.fields and not config.base_is_reference
+        mask = config.rollout.mask_truncated
+        return record.groups, make_batch(record.groups, mask_truncated=mask, with_reference=with_reference)
+
+    def _differences_before(
+        self, record: StepRecord, valued: Sequence[Group], groups: Sequence[Group], batch: Batch
+    ) -> list[Difference]:
+        """Return what differs before anything is trained: with a difference, the step would be another one."""
+        found = list(record_differences(record))
+        is_exact = self._critic is None or not self._exactness
+        if record.critic is not None and is_exact and values_digest(valued) != record.critic.values:
+            found.append(Difference("values", "digest", record.critic.values, values_digest(valued)))
+        tolerance = 0.0 if is_exact else self._exactness
+        found += advantage_differences(record.groups, groups, tolerance=tolerance)
+        if not found and is_exact and batch_digest(batch) != record.batch:
+            found.append(Difference("batch", "digest", record.batch, batch_digest(batch)))
+        return found
+
+    async def _take_steps(
+        self, record: StepRecord, valued: Sequence[Group], batch: Batch
+    ) -> tuple[StepResult, CriticRecord | None]:
+        """Train the policy and the critic as the run did. Return what they saw."""
+        assert self._rule is not None
+        assert self._trainer is not None
+        if self._critic is None:
+            return await self._rule.take_steps(self._trainer, batch, learning_rate=record.learning_rate), None
+        self._critic.use_rate(None if record.critic is None else record.critic.learning_rate)
+        if self._critic.learns_alone(after=record.step - 1):
+            result = in_warmup(await self._critic.learn(valued))
+        else:
+            result = await self._rule.take_steps(self._trainer, batch, learning_rate=record.learning_rate)
+            await self._critic.learn(valued)
+        return result, self._critic.record(valued)
 
     def _found(self, step: int, differences: Sequence[Difference], weights: str | None) -> Replayed:
-        tolerance = self._tolerance if self._other_hardware else 0.0
-        return Replayed(step, tuple(differences), self._other_hardware, tolerance, weights)
+        return Replayed(step, tuple(differences), self._other_hardware, self._exactness, weights)
 
     # ---- The trainer --------------------------------------------------------------------------------------------
 
@@ -154,6 +215,11 @@ class Replayer:
         options = trainer_options(made.distributed) | config.workers.trainer.options()
         service = await Trainer.options(**options).as_service(made, loss)
         self._trainer = ServiceTrainer(service, dtype=session.published_dtype, keep=config.store.keep)
+        if config.algorithm.has_critic:
+            gpus = (await self._trainer.state())["visible_gpus"]
+            on_gpu = session.on_gpu and wants_gpus(config.critic_distributed.with_gpus)
+            self._critic_service = await start_critic_service(config, made, with_gpus=on_gpu, on_gpus=gpus)
+            self._critic = Critic(config, self._critic_service, mask_truncated=config.rollout.mask_truncated)
         self._session, self._is_fresh = session, True
         now: Mapping[str, Any] = (await self._trainer.state()).get("hardware", {})
         self._other_hardware = tuple(
@@ -171,10 +237,11 @@ class Replayer:
         self._session, self._rule = session, StepRule(session.config, chosen, advantage, credit)
 
     async def close(self) -> None:
-        """End the trainer."""
-        if self._trainer is not None:
-            trainer, self._trainer = self._trainer, None
-            await trainer.close()
+        """End the trainer, and the critic."""
+        services = [service for service in (self._trainer, self._critic_service) if service is not None]
+        self._trainer = self._critic_service = self._critic = None
+        for service in services:
+            await service.close()
 
     async def __aenter__(self) -> Self:
         return self
