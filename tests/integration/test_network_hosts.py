@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import grpo_runs
 from certificates import make_certificates, tls_variables
 from networks import MAX_HOSTS, SUPPORT, HostProcess, Network, NetworkHost, require_network
 
@@ -38,11 +39,12 @@ class Cluster:
         variables = tls_variables(self._certificates, host.name) | {"PYTHONPATH": paths}
         return host.start([sys.executable, *command], env=variables, stderr=self._logs / f"{host.name}.log")
 
-    def address(self, host: NetworkHost) -> str:
-        return f"tls://{host.address}:{PORT}"
+    def address(self, host: NetworkHost, port: int = PORT) -> str:
+        return f"tls://{host.address}:{port}"
 
-    def start_workers(self, hosts: Sequence[NetworkHost]) -> list[HostProcess]:
-        started = [self.start(host, ["-m", "forge.cli", "worker", "--address", self.address(host)]) for host in hosts]
+    def start_workers(self, hosts: Sequence[NetworkHost], port: int = PORT) -> list[HostProcess]:
+        command = ["-m", "forge.cli", "worker", "--address"]
+        started = [self.start(host, [*command, self.address(host, port)]) for host in hosts]
         for worker in started:
             assert "listening at tls://10.77.0." in worker.read_line()
         return started
@@ -121,6 +123,44 @@ def test_weights_travel_between_hosts(make_cluster: Callable[[int], Cluster]) ->
     assert said["used"] == [{"shm": False, "tcp": True, "rdma": False}] * 2
     assert said["needed"] <= said["sent"] <= 1.05 * said["needed"]
     assert cluster.hosts[0].traffic().sent - sent_before >= said["needed"], "the bytes left the host"
+    cluster.finish(controller)
+
+
+def test_a_run_trains_over_a_bad_link_while_its_host_is_cut_off_and_comes_back(
+    make_cluster: Callable[[int], Cluster], tmp_path: Path
+) -> None:
+    """It ends with the weights and the ledger of a run on one machine that nothing disturbed."""
+    require_network(faults=True, delay=True)
+    whole = grpo_runs.config(tmp_path / "whole", "rollout.batch_groups=4")
+    grpo_runs.train_here(whole)
+    cluster = make_cluster(3)
+    one, two = cluster.hosts
+    cluster.start_workers(cluster.hosts)
+    cluster.network.limit(two, upload_mbit=100, download_mbit=30)
+    cluster.network.delay(two, upload_s=0.02, download_s=0.005)
+    cluster.network.lose(one, two, 0.01)
+    controller = cluster.control("train", cluster.hosts)
+    said = cluster.answer(controller)
+    by_name = {cluster.address(host): host for host in cluster.hosts}
+    kept = by_name[said["trainer"][0]]
+    (lost,) = {one, two} - {kept}
+    assert cluster.address(lost) in said["generators"], "a generator is on another host than the trainer"
+
+    cluster.network.partition([lost], [cluster.controller, kept])
+    assert set(cluster.answer(controller, f"lose {cluster.address(lost)}")["generators"]) == {cluster.address(kept)}
+
+    assert set(cluster.answer(controller)["generators"]) == {cluster.address(kept)}
+    cluster.network.heal()
+    cluster.start_workers([lost], PORT + 1)
+    again = cluster.address(lost, PORT + 1)
+    said = cluster.answer(controller, f"join {again}")
+    assert sorted(said["generators"]) == sorted([cluster.address(kept)] * 2 + [again])
+
+    said = cluster.answer(controller)
+    assert said["step"] == grpo_runs.NUM_STEPS
+    assert said["recovered"] == [], "the trainer was not touched"
+    assert said["weights"] == grpo_runs.weights_digest(whole)
+    assert said["ledger"] == [repr(line) for line in grpo_runs.ledger(whole)]
     cluster.finish(controller)
 
 

@@ -14,11 +14,16 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import forge
+import grpo_runs
 from actors import Worker
+from forge.cli import main as cli
 from forge.config import LauncherConfig
+from forge.loops.run_paths import run_dir
+from forge.loops.workers import Workers
 from forge.runtime.control import control
 from forge.runtime.lifetime import runtime
 from forge.service.hosts import add_host, list_hosts
@@ -126,6 +131,42 @@ async def ask_while_importing() -> None:
         reply({"port": port, "sum": await actor.add.call_one(1)})
 
 
+def train(bind: str, addresses: list[str]) -> None:
+    """Train with workers on the hosts. Replies with where they are when version 2 was published, and goes on when the
+    generators have left the host that the answer names; and again at version 4, when another host has joined."""
+
+    async def generators(workers: Workers) -> list[str]:
+        return await places(workers.policy.service)
+
+    async def disturb(workers: Workers, version: int) -> None:
+        if version not in (2, 4):
+            return
+        trainer: Any = workers.trainer
+        reply({"trainer": await places(trainer.service), "generators": await generators(workers)})
+        word, _, address = (await next_line()).partition(" ")
+        if word == "lose":
+            await workers.policy.service.wait_until(functools.partial(has_left, address), timeout_s=600)
+        else:
+            for command in (["hosts", "--add", address], ["scale", "generators=3"]):
+                name, *words = command
+                assert await asyncio.to_thread(cli, [name, str(run_dir(chosen)), *words]) == 0
+        reply({"generators": await generators(workers)})
+
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = (f"launcher.bind={bind}", f"launcher.hosts={json.dumps(addresses)}", "launcher.kind=hosts")
+        options = ("generator.num_replicas=2", "rollout.batch_groups=4", *launcher)
+        chosen = grpo_runs.config(Path(folder) / "run", *options)
+        result = grpo_runs.train_watched(chosen, disturb)
+        reply(
+            {
+                "step": result.step,
+                "weights": grpo_runs.weights_digest(chosen),
+                "ledger": [repr(line) for line in grpo_runs.ledger(chosen)],
+                "recovered": grpo_runs.metrics(chosen, "recovery/restarts"),
+            }
+        )
+
+
 SCENARIOS = {"serve": serve, "import": ask_while_importing, "weights": publish_and_fetch}
 
 
@@ -136,4 +177,7 @@ async def main(scenario: str, bind: str, addresses: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    if sys.argv[1] == "train":
+        train(sys.argv[2], sys.argv[3:])
+    else:
+        asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
