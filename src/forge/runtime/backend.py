@@ -28,6 +28,7 @@ for _name, _value in _SETTINGS.items():
 
 import monarch.actor as monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch._src.actor import config as _python_config  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -60,6 +61,8 @@ __all__ = [
     "this_host",
     "watch_faults",
 ]
+
+_python_config.prefix_python_logs_with_actor = False  # it changes the text of records, once for each handler
 
 OWNED = "forge"
 """Every mesh of ours has a name that starts so."""

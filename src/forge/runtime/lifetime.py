@@ -24,6 +24,7 @@ from forge.runtime.handle import ActorHandle
 from forge.runtime.hosts import Host, HostTimings, local_host
 from forge.runtime.membership import Membership
 from forge.runtime.rank_main import GROUP
+from forge.runtime.relay import close_relay
 from forge.runtime.replies import stop_replies
 from forge.runtime.worker import wait_for_name
 
@@ -182,6 +183,7 @@ class Runtime:
                     await membership.close()
             finally:
                 await rendezvous.close_server()
+                await close_relay()
 
 
 _runtime: Runtime | None = None

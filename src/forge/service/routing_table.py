@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.service.records import Request
 from forge.service.routing import BUILT_IN, check_choice, least_loaded
 from forge.service.slot_index import SlotIndex
