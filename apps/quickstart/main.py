@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import shlex
 import shutil
 import sys
@@ -24,9 +23,11 @@ from pathlib import Path
 from digits import write_task
 
 from forge.config import GRPOConfig, SFTConfig, load
+from forge.config.log_levels import parse_with_log_flags
 from forge.errors import ForgeError
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.sft import run_sft
+from forge.observe import start_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 START_AT_MOST, END_AT_LEAST = 0.35, 0.85
@@ -37,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A tiny model learns a task by reinforcement learning, on a CPU.")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder to write to")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    arguments = parse_with_log_flags(parser)
+    start_logging("warning")
     began = time.perf_counter()
     try:
         result = teach(arguments.output, seed=arguments.seed)

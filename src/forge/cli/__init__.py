@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
+from forge.config.log_levels import apply_log_flags
 from forge.errors import ForgeError
 
 
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
+        if hasattr(parsed, "log_level"):
+            apply_log_flags(parsed)
         return int(parsed.handler(parsed))
     except ForgeError as error:
         print(f"forge {parsed.command}: {error}", file=sys.stderr)

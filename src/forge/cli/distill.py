@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import time
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
+from forge.config.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.data.teacher_logprobs import StoreFacts
@@ -30,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "words", metavar="CONFIG|OVERRIDE", nargs="+", help="YAML files, and a.b=c or ~a.b for any key; overrides win"
     )
+    add_log_flags(parser)
     parser.set_defaults(handler=_distill)
 
 
@@ -39,12 +40,13 @@ def _distill(arguments: argparse.Namespace) -> int:
     from forge.config import DistillConfig, add_module_folders, load, split_words
     from forge.loops.stored_teacher import store_folder
     from forge.loops.storing import store_logprobs
+    from forge.observe.logs import start_logging
 
     files, overrides = split_words(arguments.words)
     files = [os.path.expanduser(file) for file in files]
     add_module_folders(files)
     config = load(DistillConfig, files=files, overrides=overrides)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     reported = time.monotonic()
 
     def report(facts: StoreFacts, total: int) -> None:

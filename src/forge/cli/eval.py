@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.config import AnyOrderParser
+from forge.config.log_levels import add_log_flags
 from forge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--overwrite", action="store_true", help="start over where the folder has other samples")
     output.add_argument("--allow-missing", action="store_true", help="exit with 0 even if tasks are missing")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_log_flags(parser)
     parser.set_defaults(handler=_eval)
 
 
@@ -189,13 +191,13 @@ def _check_target(arguments: argparse.Namespace) -> None:
 
 def _eval(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from forge.cli.eval_show import summary_lines
     from forge.errors import INPUT_ERRORS, EvalError, ForgeError
     from forge.loops.evals.running import evaluate
+    from forge.observe.logs import start_logging
 
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("error")
     config = configure(arguments)
     folder = config.run.output_dir / config.run.name
     bar = _Bar()

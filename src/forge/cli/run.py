@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge.config.log_levels import add_log_flags
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="show what would run, or everything that prevents it from starting; start nothing",
     )
+    add_log_flags(parser)
     _add_supervision(parser)
     _add_ui(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.chat import add_policy_arguments, read_policy
+from forge.config.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     import asyncio
@@ -68,14 +69,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--follow", metavar="SECONDS", type=float, help="look for newer weights this often, and serve them"
     )
     parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
+    add_log_flags(parser)
     parser.set_defaults(handler=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    from forge.observe.logs import start_logging
+
+    start_logging("warning")
     return asyncio.run(serve_until_stopped(configure(arguments)))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self, cast
 
@@ -134,6 +135,25 @@ def apply_log_flags(parsed: argparse.Namespace, environ: MutableMapping[str, str
         environ[FORMAT_VARIABLE] = _read_format(parsed.log_format, path="--log-format")
     if change := parsed.verbose - parsed.quiet:
         environ[VERBOSITY_VARIABLE] = str(verbosity(environ) + change)
+
+
+def parse_with_log_flags(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None, *, intermixed: bool = False
+) -> argparse.Namespace:
+    """Parse a program's command line with the flags of logging added, and let them have their effect.
+
+    A level or a format that is wrong, there or in the environment, is printed and ends the program with exit code 2, as
+    every wrong argument does.
+    """
+    add_log_flags(parser)
+    parsed = parser.parse_intermixed_args(arguments) if intermixed else parser.parse_args(arguments)
+    try:
+        apply_log_flags(parsed)
+        LogOptions.from_environment("info")
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    return parsed
 
 
 def _read_format(text: str, *, path: str = FORMAT_VARIABLE) -> LogFormat:

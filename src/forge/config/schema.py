@@ -46,7 +46,7 @@ class RunConfig(ConfigModel):
     max_log_mb: float = Field(
         default=64.0,
         ge=0,
-        description="MiB of log files of each process, in the folder `logs` of the run; 0 for none. Old lines go first.",
+        description="MiB of log files of each process, in the folder `logs` of the run; 0 for no log files.",
     )
 
 

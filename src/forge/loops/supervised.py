@@ -27,8 +27,10 @@ from forge.loops.resuming import SaveRule, newest_checkpoint, report_changes, sa
 from forge.loops.run_kinds import CompleteBatch, unchanged
 from forge.loops.run_paths import checkpoint_dir, crash_dir, run_dir
 from forge.loops.runtime_changes import is_continued
+from forge.loops.showing import shown_run
 from forge.loops.stopping import Stop, stopped_by_signals
 from forge.loops.supervised_control import SupervisedControl
+from forge.loops.waits import SAVING, TRAINING, Work
 from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
@@ -38,6 +40,8 @@ from forge.observe import (
     step_values,
 )
 from forge.observe.clock import monotonic_s
+from forge.observe.monitor import note_started
+from forge.observe.phases import phase
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.rollout.ledger import recording
 from forge.runtime.lifetime import run
@@ -56,7 +60,12 @@ async def run_supervised(config: SupervisedConfig, *, clock: Callable[[], float]
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
     gives the seconds between two checkpoints.
     """
-    with prepare_supervised(config) as prepared:
+    is_leader = not is_rank() or os.environ.get("RANK", "0") == "0"
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(shown_run(config, is_leader=is_leader))
+        with phase("reading model and data"):
+            prepared = stack.enter_context(prepare_supervised(config))
+        shown.open_files(is_leader=is_leader)
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
         async with stopped_by_signals(save_hint=hint, grace_s=grace_s, is_rank=is_rank()) as (stop, is_late):
             loop = SupervisedLoop(config, prepared, stop=stop, clock=clock)
@@ -207,7 +216,7 @@ class SupervisedLoop:
         """Take a step; None if there was no time for it. Then the state before it is saved."""
         try:
             training = self._trainer.train_step(batch, **self._control.step_options)
-            with self._control.waits.shown("the trainer learns"):
+            with self._control.waits.shown(TRAINING):
                 result = await self.stop.in_time(training, self._trainer.abandon_step)
         except StepAbandoned:
             if self._trainer.is_leader:
@@ -222,6 +231,7 @@ class SupervisedLoop:
             await self._save(position=position)
             raise
         self._step, self._loss = result.step, result.loss
+        note_started()
         return result
 
     # ---- Validation, checkpoints, and the end ---------------------------------------------------------------------
@@ -230,13 +240,17 @@ class SupervisedLoop:
         loader = self._loaders.validation
         if loader is None or self._validated_step == self._step:
             return
-        with self._throughput.paused(), self._control.waits.shown("the validation"):
+        waits, total = self._control.waits, loader.count_batches()
+        sums = _Sums()
+        count = None if total is None else lambda: (sums.num_batches, max(total.total, sums.num_batches))
+        work = Work("the validation", "validating", "first validation", count, "batches")
+        with self._throughput.paused(), waits.shown(work):
             loader.rewind()
-            sums = _Sums()
             for batch in loader:
                 if await self._is_asked():
                     return
                 sums.add(await self._trainer.evaluate(await self._complete(batch)))
+                waits.changed()
             self._validation_loss, self._validated_step = sums.loss / sums.weight, self._step
             is_best = self._validation_loss < (math.inf if self._best is None else self._best)  # never for NaN
             if is_best:
@@ -251,7 +265,7 @@ class SupervisedLoop:
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        with self._throughput.paused(), self._control.waits.shown("the trainer saves its state"):
+        with self._throughput.paused(), self._control.waits.shown(SAVING):
             extra = {
                 **saved_name(self._kind.name),
                 "data": position or self._loaders.train.state_dict(),
@@ -381,10 +395,12 @@ class _Sums:
 
     def __init__(self) -> None:
         self.loss = self.weight = 0.0
+        self.num_batches = 0
         self._metrics: dict[str, tuple[float, float]] = {}
 
     def add(self, found: Evaluated) -> None:
         self.loss, self.weight = self.loss + found.loss, self.weight + found.weight
+        self.num_batches += 1
         for name, (total, divisor) in found.metrics.items():
             before = self._metrics.get(name, (0.0, 0.0))
             self._metrics[name] = before[0] + total, before[1] + divisor

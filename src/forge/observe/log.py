@@ -183,7 +183,7 @@ def make_sinks(
 
     sinks["console"] = ConsoleSink(
         log_interval=config.log_interval,
-        step_word=config.console.capitalize(),
+        style=config.console,
         num_epochs=num_epochs,
         total_steps=total_steps,
         resume_step=resume_step,

@@ -84,6 +84,15 @@ class Progress:
         """Note that this much more is done."""
         with self._lock:
             self._done += amount
+        self._report_soon()
+
+    def reach(self, done: float) -> None:
+        """Note how much is done."""
+        with self._lock:
+            self._done = done
+        self._report_soon()
+
+    def _report_soon(self) -> None:
         now = time.monotonic()
         if now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
@@ -107,6 +116,8 @@ class _NoProgress(Progress):
     __slots__ = ()
 
     def __init__(self) -> None: ...
+
+    def reach(self, done: float) -> None: ...
 
     def advance(self, amount: float = 1.0) -> None: ...
 

@@ -21,6 +21,8 @@ from typing import Any
 
 from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
+from forge.observe.monitor import note_lost
+from forge.observe.phases import phase
 from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import rank_stub, rendezvous
 from forge.runtime.backend import (
@@ -144,9 +146,11 @@ class RankGroup:
         self._is_starting = True
         try:
             self._place()
-            await self._spawn()
-            await self._identify()
-            await self._set_up()
+            with phase("starting", process=self.logs.name(0)):
+                await self._spawn()
+                await self._identify()
+            with phase("setting up", process=self.logs.name(0)):
+                await self._set_up()
             if self.is_alive:
                 _live[self] = None
         except BaseException:
@@ -168,7 +172,8 @@ class RankGroup:
         await rendezvous.open_server()
         port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
-        forks = {host: await self._fork_point(host) for host in self.hosts}
+        with phase("importing", process=self.logs.name(0)):  # in the processes that ranks are forks of
+            forks = {host: await self._fork_point(host) for host in self.hosts}
 
         def command(place: Any) -> Any:
             rank = int(place.rank)
@@ -328,6 +333,7 @@ class RankGroup:
             "endpoints that are declared @endpoint(retry=True)",
         )
         self.calls.fail(failure.with_log(log or self.logs.first))
+        note_lost(self.logs.name(0))
         self._begin_to_end(kill=True)
         for callback in self._on_death:
             callback(reason)

@@ -81,8 +81,9 @@ class Relay:
                 while self._records:
                     process, record = self._records.popleft()
                     show_record(from_fields(record, process=process))
-                for line in json.loads(data)["output"] if data else ():
-                    print_above(f"[{json.loads(data)['process']}] {line}")
+                message = json.loads(data) if data else {"output": ()}
+                for line in message["output"]:
+                    print_above(f"[{message['process']}] {line}")
             except (ValueError, KeyError, TypeError) as error:
                 _log.debug("a message for the console cannot be read: %s", error)
         post(self._loop, self._ended.set_result, None)
