@@ -88,16 +88,16 @@ class ConsoleSink:
 
     def _lines(self, step: int, values: Mapping[str, Value]) -> list[str]:
         is_due = step % self._log_interval == 0 or step == self._total_steps
-        lines = []
+        found = []
         if REWARD_MEAN in values or TRAIN_LOSS in values:
-            lines += [self._step_line(step, values)] if is_due else []
+            found += [self._step_line(step, values)] if is_due else []
         if VALIDATION_LOSS in values:
-            lines.append(self._validation_line(step, values))
+            found.append(self._validation_line(step, values))
         if EVALUATION_REWARD in values:
-            lines.append(self._evaluation_line(step, values))
+            found.append(self._evaluation_line(step, values))
         is_known = any(name in values for name in (REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, EVALUATION_REWARD))
         if is_known or not values or not is_due:
-            return lines
+            return found
         return [plain_line(step, values, total=self._total_steps, width=self._width)]
 
     def _step_line(self, step: int, values: Mapping[str, Value]) -> str:
@@ -157,10 +157,10 @@ class Pace:
 
     def left_s(self, step: int) -> float | None:
         """Return the seconds that are left after a step; None where that is not known."""
-        if self._total is None or self._first is None or step <= self._first[0]:
+        if self._total is None or self._first is None or not self._first[0] < step < self._total:
             return None
         first, began_s = self._first
-        return (self._now_s - began_s) / (step - first) * max(0, self._total - step)
+        return (self._now_s - began_s) / (step - first) * (self._total - step)
 
 
 def _open_display(progress: bool | None, stream: TextIO | None) -> tuple[Display | None, bool]:

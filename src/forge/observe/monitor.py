@@ -50,8 +50,8 @@ class StartLines:
                 return
             self._told[key] = now_s
         kind = "" if key[0] == CONTROLLER else f"{key[0]}: "
-        took = "" if told_s is None else f" for {format_clock(phase.seconds)}"
-        self._print(f"Start {format_clock(now_s)} | {kind}{phase_text(phase)}{took}"[:WIDTH])
+        what = phase.name if told_s is None else f"{phase_text(phase)} for {format_clock(phase.seconds)}"
+        self._print(f"Start {format_clock(now_s)} | {kind}{what}"[:WIDTH])
 
     def remind(self, phases: list[StartPhase]) -> None:
         """Tell again what lasts long."""

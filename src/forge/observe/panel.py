@@ -19,10 +19,11 @@ from forge.observe.startup import StartUp, kind_of
 from forge.observe.terminal import current_foot, set_foot
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.text import Text
 
 _HISTORY: Final = 512
 _REFRESH_S: Final = 0.5
+_SHORTEST_S: Final = 0.1
 
 
 def panel_is_possible(progress: bool | None) -> bool:
@@ -58,7 +59,8 @@ class Panel:
         refresh_s: float = _REFRESH_S,
     ) -> None:
         from rich.console import Console
-        from rich.live import Live
+
+        from forge.observe.live_rows import LiveRows
 
         self._state, self._clock = PanelState(), clock
         self._lock = threading.RLock()
@@ -69,15 +71,9 @@ class Panel:
         self._lost: dict[str, int] = {}
         self._startup: StartUp | None = None
         self._console = Console(file=stream or sys.stderr, highlight=False)
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            auto_refresh=refresh_s > 0,
-            refresh_per_second=1 / (refresh_s or 1.0),
-            vertical_overflow="crop",
-            redirect_stdout=stream is None,
-            redirect_stderr=stream is None,
-        )
+        self._refreshes = refresh_s > 0
+        self._refreshed_s = float("-inf")
+        self._live = LiveRows(self._console, self._rows, refresh_s=refresh_s, takes_streams=stream is None)
         self._finish = weakref.finalize(self, self._live.stop)  # the cursor comes back however the program ends
         self._live.start()
         set_foot(self)
@@ -102,7 +98,7 @@ class Panel:
         with self._lock:
             self._state.is_starting = False
             self._first_s = self._clock()
-        self._live.refresh()
+        self._refresh()
 
     def show(self, step: int, values: Mapping[str, Value]) -> None:
         """Show the metrics of a step that has ended, or of its evaluation."""
@@ -115,7 +111,14 @@ class Panel:
                 self._num_failed += int(float(values.get(NUM_FAILED, 0)))
                 self._history.append(float(values[name]))
                 self._state.step, self._state.values = step, dict(values)
-        self._live.refresh()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Draw the panel anew, where that was not done a moment ago: a run may take many steps a second."""
+        now = self._clock()
+        if not self._refreshes or now - self._refreshed_s >= _SHORTEST_S:
+            self._refreshed_s = now
+            self._live.refresh()
 
     def do(self, activity: str | None) -> None:
         """Show what the run does or waits for from now on. The clock beside it starts when the words do."""
@@ -141,12 +144,10 @@ class Panel:
         if current_foot() is self:
             set_foot(None)
         with self._lock:
-            self._activity = None
+            self._state.is_over = True
         self._finish()
 
-    def _render(self) -> Group:
-        from rich.console import Group
-
+    def _rows(self) -> list[Text]:
         with self._lock:
             state, now = self._state, self._clock()
             state.elapsed_s = now - (self._began_s if state.is_starting else self._first_s)
@@ -157,18 +158,11 @@ class Panel:
             if self._startup is not None:
                 state.phases = self._startup.running()
                 state.ended = tuple(dict.fromkeys(kind_of(phase.process) for phase in self._startup.phases))
-            console = self._console
-            rows = rows_of(state, width=console.width, is_ascii=console.options.ascii_only)
-        return Group(*rows)
+            return rows_of(state, width=self._console.width, is_ascii=self._console.options.ascii_only)
 
     def _left_s(self, now: float) -> float | None:
         state = self._state
         num_taken = state.step - state.first
-        if not state.total or num_taken < 1 or state.is_starting:
+        if not state.total or num_taken < 1 or state.is_starting or state.step >= state.total:
             return None
-        return (now - self._first_s) / num_taken * max(0, state.total - state.step)
-
-
-def console_of(panel: Panel) -> Console:
-    """Return the console that a panel is drawn on."""
-    return panel._console
+        return (now - self._first_s) / num_taken * (state.total - state.step)

@@ -57,6 +57,7 @@ class PanelState:
         ended: kinds of processes that have nothing more to do for the start.
         activity: what the run does or waits for, and since when.
         faults: how often something was lost, by what it was.
+        is_over: whether this is what stays on the terminal.
     """
 
     total: int | None = None
@@ -72,11 +73,14 @@ class PanelState:
     ended: Sequence[str] = ()
     activity: tuple[str, float] | None = None
     faults: Mapping[str, int] = field(default_factory=dict)
+    is_over: bool = False
 
 
 def rows_of(state: PanelState, *, width: int, is_ascii: bool) -> list[Text]:
     """Return the rows, none of them longer than `width`."""
     width = min(width, MAX_WIDTH)
+    if state.is_over and state.is_starting:
+        return []  # what has ended the start is printed below
     if state.is_starting:
         rows = [_start_row(state), *_phase_rows(state, width=width, is_ascii=is_ascii)]
     else:
@@ -134,11 +138,11 @@ def _phase_rows(state: PanelState, *, width: int, is_ascii: bool) -> list[Text]:
         kinds.setdefault(kind_of(phase.process), []).append(phase)
     order = sorted(kinds, key=lambda kind: min(phase.start_s for phase in kinds[kind]))
     names = {kind: _kind_name(kind, len(kinds[kind])) for kind in order}
-    room = max([len(name) for name in names.values()], default=0)
-    rows = [
-        _phase_row(names[kind].ljust(room), slowest(kinds[kind]), width=width, is_ascii=is_ascii)
-        for kind in order[:_MAX_KINDS]
-    ]
+    chosen = {kind: slowest(kinds[kind]) for kind in order[:_MAX_KINDS]}
+    name_room = max([len(names[kind]) for kind in chosen], default=0)
+    text_room = max([len(phase_text(phase)) for phase in chosen.values()], default=0)
+    rooms = name_room, min(text_room, 30)
+    rows = [_phase_row(names[kind], phase, rooms, width=width, is_ascii=is_ascii) for kind, phase in chosen.items()]
     if len(order) > _MAX_KINDS:
         rows.append(_dim(f"  and {len(order) - _MAX_KINDS} more"))
     waiting = [kind for kind in state.ended if kind not in kinds and kind != CONTROLLER]
@@ -165,15 +169,15 @@ def phase_text(phase: StartPhase) -> str:
     return f"{phase.name} {part:.0%}" if phase.unit else f"{phase.name} {phase.done:.0f}/{phase.total:.0f}"
 
 
-def _phase_row(name: str, phase: StartPhase, *, width: int, is_ascii: bool) -> Text:
+def _phase_row(name: str, phase: StartPhase, rooms: tuple[int, int], *, width: int, is_ascii: bool) -> Text:
     from rich.text import Text
 
-    name = name.replace("×", "x") if is_ascii else name
-    row = Text(f"  {name}  ", style="cyan").append(phase_text(phase))
+    name = (name.replace("×", "x") if is_ascii else name).ljust(rooms[0])
+    row = Text(f"  {name}  ", style="cyan").append(phase_text(phase), style="default")
     clock = f"  {format_clock(phase.seconds)}"
     part = phase.part
     if part is not None and width >= 60:
-        row.pad_right(max(0, len(name) + 4 + 26 - row.cell_len))
+        row.pad_right(max(0, len(name) + 4 + rooms[1] - row.cell_len))
         row.append(" ").append(bar(part, width=16, is_ascii=is_ascii))
         unit, size = _MADE.get(phase.unit, (phase.unit, 1.0))
         if phase.unit:
@@ -282,11 +286,11 @@ def _now_rows(state: PanelState) -> list[Text]:
     from rich.text import Text
 
     rows = []
-    if state.activity is not None:
-        what, since_s = state.activity
+    if not state.is_over:  # always there, so that the panel does not change its height at every step
+        what, since_s = state.activity or ("between two steps", 0.0)
         rows.append(Text("now ", style="dim").append(f"{format_clock(since_s)} ", style="dim").append(what))
     rows += [Text(f"  {each.process} ", style="cyan").append(phase_text(each)) for each in state.phases[:2]]
-    lost = [f"{count} {what}" for what, count in state.faults.items() if count]
+    lost = [f"{what} {count}" for what, count in state.faults.items() if count]
     if lost:
         rows.append(Text("faults ", style="red").append(", ".join(lost)))
     return rows

@@ -172,7 +172,7 @@ def evaluation_line(step: int, values: Mapping[str, Value], *, total: int | None
     for name, value in values.items():
         if name.startswith(EVALUATION) and name not in (EVALUATION_REWARD, EVALUATION_PROMPTS):
             text = value if isinstance(value, str) else format_short(float(value))
-            parts.append((3, f"{name.removeprefix(EVALUATION)} {text}"))
+            parts.append((4 if name == f"{EVALUATION}length" else 3, f"{name.removeprefix(EVALUATION)} {text}"))
     if EVALUATION_PROMPTS in values:
         parts.append((2, f"{float(values[EVALUATION_PROMPTS]):g} prompts"))
     return fitted(parts, width)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from forge.errors import LaunchError
 from forge.runtime import rendezvous
-from forge.runtime.backend import install_fault_hook, stop_client, this_host
+from forge.runtime.backend import install_fault_hook, stop_client, this_host, without_banner
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
@@ -81,7 +81,8 @@ class Runtime:
         if launcher is None or launcher.kind == "local":
             await rendezvous.open_server()
             install_fault_hook()
-            this_host()  # starts Monarch in this process
+            with without_banner():
+                this_host()  # starts Monarch in this process
             _close_at_exit()
             self._membership = Membership((local_host(),))
             return
