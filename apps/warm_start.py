@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge.config import GRPOConfig, SFTConfig, load
-from forge.config.log_levels import parse_with_log_flags
 from forge.errors import INPUT_ERRORS, ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.run_paths import run_dir
 from forge.loops.sft import run_sft

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "apps" / "quickstart"))
 from digits import questions, write_task  # noqa: E402
 
 from forge.config import DistillConfig, EvalConfig, GRPOConfig, SFTConfig, load  # noqa: E402
-from forge.config.log_levels import parse_with_log_flags  # noqa: E402
+from forge.log_levels import parse_with_log_flags  # noqa: E402
 from forge.loops.evals import evaluate  # noqa: E402
 from forge.loops.grpo import run_grpo  # noqa: E402
 from forge.loops.sft import run_sft  # noqa: E402

@@ -23,8 +23,8 @@ from pathlib import Path
 from digits import write_task
 
 from forge.config import GRPOConfig, SFTConfig, load
-from forge.config.log_levels import parse_with_log_flags
 from forge.errors import ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.sft import run_sft
 from forge.observe import start_logging

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.config import GRPOConfig, RewardTrainingConfig, SFTConfig, load
-from forge.config.log_levels import parse_with_log_flags
 from forge.errors import INPUT_ERRORS, ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.reward_model import RewardModelResult, run_reward_model
 from forge.loops.sft import run_sft

@@ -7,8 +7,8 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from forge.config.log_levels import apply_log_flags
 from forge.errors import ForgeError
+from forge.log_levels import apply_log_flags
 
 
 def make_parser() -> argparse.ArgumentParser:

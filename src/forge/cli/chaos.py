@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
-from forge.config.log_levels import add_log_flags
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.chaos.experiment import RunCommand, Trial

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
-from forge.config.log_levels import add_log_flags
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.data.teacher_logprobs import StoreFacts

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.config.log_levels import add_log_flags
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.cli.episode_inputs import ChosenProgram

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from forge.config.log_levels import add_log_flags
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.config.log_levels import add_log_flags
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.loops.replay.comparing import Replayed

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.config.log_levels import add_log_flags
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.cli.supervise import Limits

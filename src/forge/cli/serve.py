@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.chat import add_policy_arguments, read_policy
-from forge.config.log_levels import add_log_flags
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     import asyncio

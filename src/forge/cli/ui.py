@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.config.log_levels import add_log_flags
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     import asyncio

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from forge.config.log_levels import add_log_flags
 from forge.errors import LaunchError
+from forge.log_levels import add_log_flags
 
 _DEFAULT = "tcp://127.0.0.1:22222"
 

@@ -17,13 +17,13 @@ from forge.config.generator import PolicyConfig
 from forge.config.grpo import GRPOConfig
 from forge.config.layers import split_words
 from forge.config.loading import load
-from forge.config.log_levels import parse_with_log_flags
 from forge.config.preference import PreferenceConfig
 from forge.config.reward_training import RewardTrainingConfig
 from forge.config.schema import ForgeConfig
 from forge.config.sft import SFTConfig
 from forge.config.yaml_text import read_yaml
 from forge.errors import ConfigError
+from forge.log_levels import parse_with_log_flags
 
 MODULE_FOLDERS = "FORGE_MODULE_FOLDERS"
 """Lists the folders that were added, for the processes that this one starts."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from forge.config.log_levels import FORMAT_VARIABLE
+from forge.log_levels import FORMAT_VARIABLE
 from forge.observe.logs.setup import is_quiet
 from forge.observe.panel import Panel, panel_is_possible
 from forge.observe.panel_rows import phase_text

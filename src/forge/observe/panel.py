@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, TextIO
 
-from forge.config.log_levels import FORMAT_VARIABLE
+from forge.log_levels import FORMAT_VARIABLE
 from forge.observe.logs.setup import is_quiet
 from forge.observe.panel_rows import PanelState, evaluated, rows_of
 from forge.observe.sink import NUM_FAILED, REWARD_MEAN, TRAIN_LOSS, Value

@@ -115,7 +115,7 @@ def bar(part: float, *, width: int, is_ascii: bool) -> Text:
     from rich.text import Text
 
     full = min(width, int(width * max(0.0, part) + 1e-9))
-    text = Text(("=" if is_ascii else "━") * full, style="green")
+    text = Text().append(("=" if is_ascii else "━") * full, style="green")
     return text.append(("." if is_ascii else "─") * (width - full), style="dim")
 
 
@@ -125,7 +125,7 @@ def bar(part: float, *, width: int, is_ascii: bool) -> Text:
 def _start_row(state: PanelState) -> Text:
     from rich.text import Text
 
-    row = Text("starting", style="bold").append(f" {format_clock(state.elapsed_s)}", style="dim")
+    row = Text().append("starting", style="bold").append(f" {format_clock(state.elapsed_s)}", style="dim")
     if state.total:
         row.append(f"  step {format_step(state.step, state.total)}", style="dim")
     return row
@@ -173,12 +173,12 @@ def _phase_row(name: str, phase: StartPhase, rooms: tuple[int, int], *, width: i
     from rich.text import Text
 
     name = (name.replace("×", "x") if is_ascii else name).ljust(rooms[0])
-    row = Text(f"  {name}  ", style="cyan").append(phase_text(phase), style="default")
+    row = Text().append(f"  {name}  ", style="cyan").append(phase_text(phase))
     clock = f"  {format_clock(phase.seconds)}"
     part = phase.part
     if part is not None and width >= 60:
         row.pad_right(max(0, len(name) + 4 + rooms[1] - row.cell_len))
-        row.append(" ").append(bar(part, width=16, is_ascii=is_ascii))
+        row.append("  ").append(bar(part, width=16, is_ascii=is_ascii))
         unit, size = _MADE.get(phase.unit, (phase.unit, 1.0))
         if phase.unit:
             amounts = f"{phase.done / size:.1f}/{phase.total / size:.1f} {unit}"
@@ -198,7 +198,7 @@ def _dim(text: str) -> Text:
 def _progress_row(state: PanelState, *, width: int, is_ascii: bool) -> Text:
     from rich.text import Text
 
-    row = Text(f"step {format_step(state.step, state.total)}", style="bold")
+    row = Text().append(f"step {format_step(state.step, state.total)}", style="bold")
     times = f" {format_clock(state.elapsed_s)}"
     if state.left_s is not None:
         left = f"{format_clock(state.left_s)} left"
@@ -220,14 +220,14 @@ def _metric_rows(state: PanelState, *, width: int, is_ascii: bool) -> list[Text]
     shown = next((name for name in (REWARD_MEAN, TRAIN_LOSS) if name in values), None)
     if shown is None:
         return []
-    first = Text("reward " if shown == REWARD_MEAN else "loss ", style="dim")
+    first = Text().append("reward " if shown == REWARD_MEAN else "loss ", style="dim")
     first.append(format_short(float(values[shown])), style="bold")
     curve = sparkline(state.history, width=min(24, max(8, width // 4)), is_ascii=is_ascii)
     if len(state.history) > 1:
         first.append(f" {curve}", style="cyan")
     rows = [first]
     for name, text in _metrics(state):
-        field = Text(f"{name} ", style="dim").append(text, style="bold") if name else Text(text, style="bold")
+        field = Text().append(f"{name} ", style="dim").append(text, style="bold")
         if rows[-1].cell_len + 2 + field.cell_len > width and len(rows) < 2:
             rows.append(field)
         else:
@@ -267,7 +267,7 @@ def _time_row(values: Mapping[str, Value], *, width: int, is_ascii: bool) -> Tex
 
     shares = list(time_shares(values).items())
     glyphs = _PLAIN_GLYPHS if is_ascii else _GLYPHS
-    row = Text("time ", style="dim")
+    row = Text().append("time ", style="dim")
     if STEP_TIME in values:
         row.append(f"{format_seconds(float(values[STEP_TIME]))} ", style="bold")
     room, drawn, reached = 24 if width >= 60 else 0, 0, 0.0
@@ -288,11 +288,11 @@ def _now_rows(state: PanelState) -> list[Text]:
     rows = []
     if not state.is_over:  # always there, so that the panel does not change its height at every step
         what, since_s = state.activity or ("between two steps", 0.0)
-        rows.append(Text("now ", style="dim").append(f"{format_clock(since_s)} ", style="dim").append(what))
-    rows += [Text(f"  {each.process} ", style="cyan").append(phase_text(each)) for each in state.phases[:2]]
+        rows.append(Text().append("now ", style="dim").append(f"{format_clock(since_s)} ", style="dim").append(what))
+    rows += [Text().append(f"  {each.process} ", style="cyan").append(phase_text(each)) for each in state.phases[:2]]
     lost = [f"{what} {count}" for what, count in state.faults.items() if count]
     if lost:
-        rows.append(Text("faults ", style="red").append(", ".join(lost)))
+        rows.append(Text().append("faults ", style="red").append(", ".join(lost)))
     return rows
 
 

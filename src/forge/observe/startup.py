@@ -29,6 +29,8 @@ CONTROLLER: Final = "controller"
 _WRITE_EVERY_S: Final = 0.5
 _MAX_PHASES: Final = 4096
 _NUM_LONGEST: Final = 3
+_LATENESS_S: Final = 0.1
+"""How much later than it happens another process's phase is heard of."""
 
 
 @dataclass(slots=True)
@@ -185,7 +187,9 @@ def own_seconds(phases: Sequence[StartPhase]) -> list[float]:
 
 def _covered(outer: StartPhase, phases: Sequence[StartPhase]) -> float:
     """Return the seconds of a phase that shorter ones of the same process cover."""
-    inside = [each for each in phases if each is not outer and each.seconds < outer.seconds]
+    first, last = outer.start_s - _LATENESS_S, outer.end_s + _LATENESS_S
+    shorter = [each for each in phases if each is not outer and each.seconds < outer.seconds]
+    inside = [each for each in shorter if first <= each.start_s and each.end_s <= last]
     spans = sorted((max(each.start_s, outer.start_s), min(each.end_s, outer.end_s)) for each in inside)
     covered, reached = 0.0, outer.start_s
     for start, end in spans:

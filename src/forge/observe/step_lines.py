@@ -82,16 +82,14 @@ def format_step(step: int, total: int | None) -> str:
 
 
 def fitted(parts: Sequence[Part], width: int) -> str:
-    """Join parts with ` | ` in their order, as many as fit, those that matter most before others."""
-    chosen: set[int] = set()
-    room = width
-    for place in sorted(range(len(parts)), key=lambda place: (parts[place][0], place)):
-        needed = len(parts[place][1]) + (3 if chosen else 0)
-        if needed <= room:
-            chosen.add(place)
-            room -= needed
-    text = " | ".join(parts[place][1] for place in sorted(chosen))
-    return text or parts[0][1][:width]
+    """Join parts with ` | ` in their order: the first one, and as many as fit, those that matter most before others."""
+    first = parts[0][1][:width]
+    chosen, room = [0], width - len(first)
+    for place in sorted(range(1, len(parts)), key=lambda place: (parts[place][0], place)):
+        if len(parts[place][1]) + 3 <= room:
+            chosen.append(place)
+            room -= len(parts[place][1]) + 3
+    return " | ".join([first, *(parts[place][1] for place in sorted(chosen)[1:])])
 
 
 _TEXTS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
@@ -171,7 +169,7 @@ def evaluation_line(step: int, values: Mapping[str, Value], *, total: int | None
     parts.append((1, f"reward {format_short(float(values[EVALUATION_REWARD]))}"))
     for name, value in values.items():
         if name.startswith(EVALUATION) and name not in (EVALUATION_REWARD, EVALUATION_PROMPTS):
-            text = value if isinstance(value, str) else format_short(float(value))
+            text = " ".join(value.split()) if isinstance(value, str) else format_short(float(value))
             parts.append((4 if name == f"{EVALUATION}length" else 3, f"{name.removeprefix(EVALUATION)} {text}"))
     if EVALUATION_PROMPTS in values:
         parts.append((2, f"{float(values[EVALUATION_PROMPTS]):g} prompts"))
@@ -182,5 +180,6 @@ def plain_line(step: int, values: Mapping[str, Value], *, total: int | None = No
     """`Step 100 | reward/mean: 0.5`: metrics by their names, as many as fit, for steps that are of no known kind."""
     parts: list[Part] = [(0, f"Step {format_step(step, total)}")]
     for name, value in values.items():
-        parts.append((1, f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}"))
+        text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
+        parts.append((1, f"{name}: {text}"))
     return fitted(parts, width)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from forge.config.log_levels import LEVELS_VARIABLE, LogOptions
+from forge.log_levels import LEVELS_VARIABLE, LogOptions
 from forge.observe.logs.folder import FILE_VARIABLE
 from forge.observe.logs.records import LevelFilter, make_formatter
 from forge.observe.logs.setup import STARTUP_LOGGER, file_levels, process_name, start_logging, use_levels

@@ -11,6 +11,7 @@ from forge.cli import main
 from forge.errors import DataError
 from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.lines import rollout_line
+from forge.observe.step_lines import step_line
 from forge.observe.report import read_run
 from forge.observe.report.charts import choose_charts
 from forge.observe.report.page import describe, render
@@ -65,5 +66,6 @@ def test_the_report_has_the_table_and_the_curves(tmp_path: Path) -> None:
 
 
 def test_the_console_shows_elo_and_win_rate() -> None:
-    line = rollout_line(3, {"rollout/reward_mean": 0.5, "league/elo/live": 1011.7, "league/win_rate/all": 0.625})
-    assert line == "Step 3 | Avg Reward: 0.50 | Elo: 1012 | Win Rate: 62%"
+    values = {"rollout/reward_mean": 0.5, "league/elo/live": 1011.7, "league/win_rate/all": 0.625}
+    assert step_line(3, values) == "Step 3 | reward 0.50 | Elo 1012 | win 62%"
+    assert rollout_line(3, values) == "Episode 3 | Avg Reward: 0.50 | Elo: 1012 | Win Rate: 62%"

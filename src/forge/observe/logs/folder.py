@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from forge.config.log_levels import LogFormat, LogOptions
 from forge.errors import ConfigError
+from forge.log_levels import LogFormat, LogOptions
 from forge.observe.logs.log_file import BoundedFile, as_record, notice
 from forge.observe.logs.records import PROCESS, LevelFilter, make_formatter
 from forge.observe.logs.setup import (

@@ -7,7 +7,7 @@ import json
 import logging
 from typing import Any, Final
 
-from forge.config.log_levels import LogFormat, LogLevels
+from forge.log_levels import LogFormat, LogLevels
 
 PROCESS: Final = "forge_process"
 """The attribute of a record that came from another process: the name of that process."""

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Final
 
-from forge.config.log_levels import LogFormat, LogLevels, LogOptions, verbosity
+from forge.log_levels import LogFormat, LogLevels, LogOptions, verbosity
 from forge.observe.logs.records import LevelFilter, level_number, make_formatter
 from forge.observe.terminal import print_above
 
