@@ -42,9 +42,19 @@ def test_levels_are_read_as_they_are_written(default: str | None, named: dict[st
 @pytest.mark.parametrize(
     ("text", "value", "rule", "repair"),
     [
-        ("loud", "loud", "one of debug, info, warning, error, critical", "write for example info, or info,forge.service=debug"),
+        (
+            "loud",
+            "loud",
+            "one of debug, info, warning, error, critical",
+            "write for example info, or info,forge.service=debug",
+        ),
         ("inf", "inf", "one of debug, info, warning, error, critical", "did you mean `info`?"),
-        ("info,forge=", "forge=", "one of debug, info, warning, error, critical", "write for example info, or info,forge.service=debug"),
+        (
+            "info,forge=",
+            "forge=",
+            "one of debug, info, warning, error, critical",
+            "write for example info, or info,forge.service=debug",
+        ),
         ("3x=info", "3x=info", "the name of a logger is letters, digits and `_`, joined by dots", None),
         ("=info", "=info", "the name of a logger is letters, digits and `_`, joined by dots", None),
     ],

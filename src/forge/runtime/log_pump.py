@@ -93,12 +93,11 @@ class Pump:
         return True
 
     def _split(self, fd: int, data: bytes) -> None:
-        *lines, rest = (self._pieces.get(fd, b"") + data).split(b"\n")
-        while len(rest) > MAX_LINE:
-            lines.append(rest[:MAX_LINE])
-            rest = rest[MAX_LINE:]
+        *whole, rest = (self._pieces.get(fd, b"") + data).split(b"\n")
+        if len(rest) > MAX_LINE:
+            whole, rest = [*whole, rest], b""
         self._pieces[fd] = rest
-        self._take(fd, lines)
+        self._take(fd, [part for line in whole for part in _parts(line)])
 
     def _take(self, fd: int, lines: list[bytes]) -> None:
         if self._is_json:
@@ -115,6 +114,10 @@ class Pump:
                 self._take(fd, [self._pieces.pop(fd)])
         self._console.close()
         self._file.write(self._log_file.notice(self.name, how, is_json=self._is_json))
+
+
+def _parts(line: bytes) -> list[bytes]:
+    return [line[start : start + MAX_LINE] for start in range(0, len(line) or 1, MAX_LINE)]
 
 
 class _Console:

@@ -11,10 +11,10 @@ from forge.cli import main
 from forge.errors import DataError
 from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.lines import rollout_line
-from forge.observe.step_lines import step_line
 from forge.observe.report import read_run
 from forge.observe.report.charts import choose_charts
 from forge.observe.report.page import describe, render
+from forge.observe.step_lines import step_line
 
 ROWS = [
     {"member": "version 0", "rating": 941.4, "games": 12, "wins": 9, "draws": 1, "losses": 2, "win_rate": 0.75},

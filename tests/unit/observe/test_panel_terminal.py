@@ -127,8 +127,7 @@ def test_the_panel_follows_a_terminal_whose_size_changes() -> None:
     terminal.resize(100)
     rows = at_foot(terminal.until(lambda lines: "sync 5%" in " ".join(lines[-4:])), "step 30/200")
     assert max(map(len, rows)) > 60
-    code, lines = terminal.end()
-    assert code == 0
+    assert terminal.end()[0] == 0
     assert terminal.is_cursor_shown
 
 

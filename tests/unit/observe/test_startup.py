@@ -55,11 +55,22 @@ def test_the_file_has_every_phase_of_every_process(tmp_path: Path) -> None:
     assert found["phases"] == [
         {"process": "trainer-0", "phase": "setting up", "start_s": 0.0, "seconds": 4.0, "own_s": 2.0, "state": "done"},
         {
-            **{"process": "trainer-0", "phase": "loading weights", "start_s": 1.0, "seconds": 2.0, "own_s": 2.0},
-            **{"done": 8.0, "total": 8.0, "unit": "B", "state": "done"},
+            "process": "trainer-0",
+            "phase": "loading weights",
+            "start_s": 1.0,
+            "seconds": 2.0,
+            "own_s": 2.0,
+            "done": 8.0,
+            "total": 8.0,
+            "unit": "B",
+            "state": "done",
         },
         {
-            **{"process": "generator-1", "phase": "capturing graphs", "start_s": 3.0, "seconds": 0.0, "own_s": 0.0},
+            "process": "generator-1",
+            "phase": "capturing graphs",
+            "start_s": 3.0,
+            "seconds": 0.0,
+            "own_s": 0.0,
             "state": "running",
         },
     ]
@@ -123,7 +134,13 @@ def test_time_is_counted_once() -> None:
 
 @pytest.mark.parametrize(
     ("process", "kind"),
-    [("generator-1", "generator"), ("trainer-0-rank-12", "trainer"), ("Tok-rank-1", "Tok"), ("a.b-2", "a.b"), ("x", "x")],
+    [
+        ("generator-1", "generator"),
+        ("trainer-0-rank-12", "trainer"),
+        ("Tok-rank-1", "Tok"),
+        ("a.b-2", "a.b"),
+        ("x", "x"),
+    ],
 )
 def test_processes_of_a_kind_have_one_name(process: str, kind: str) -> None:
     assert kind_of(process) == kind

@@ -63,6 +63,16 @@ class FileHandler(logging.Handler):
         data = f"{line}\n".encode("utf-8", "backslashreplace")
         self._file.write(as_record(data, self._process) if self._format == "json" else data)
 
+    def describe_end(self, error: BaseException) -> str:
+        """Write the traceback of what has ended the run; return how it ended. The program prints what its user needs."""
+        name, text = type(error).__name__, str(error)
+        if isinstance(error, Exception):
+            record = logging.LogRecord("forge.log", logging.ERROR, "", 0, "the run ended with", None, None)
+            record.exc_info = (type(error), error, error.__traceback__)
+            self.emit(record)
+            return f"ended by {name}"
+        return f"ended by {name}: {text}" if text else f"ended by {name}"
+
     def close(self) -> None:
         self._file.close()
         super().close()
@@ -152,12 +162,16 @@ def logging_to(folder: Path, *, max_bytes: int) -> Iterator[LogFolder | None]:
     opened = LogFolder(Path(given) if given else folder, max_bytes=max_bytes, options=options)
     handler = _open_file(opened)
     _current = opened
+    how = "ended"
     try:
         with _attached(handler, options):
             yield opened
+    except BaseException as error:
+        how = handler.describe_end(error)
+        raise
     finally:
         _current = None
-        handler.note("ended")
+        handler.note(how)
         handler.close()
 
 

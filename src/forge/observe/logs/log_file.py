@@ -67,7 +67,7 @@ def read_end(path: str, *, num_lines: int, max_bytes: int = 16384) -> list[str]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line[:400] for line in lines if line][-num_lines:]
 
 

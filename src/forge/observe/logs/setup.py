@@ -18,7 +18,7 @@ NAME_VARIABLE: Final = "FORGE_LOG_NAME"
 """What a process is called in log files and in records that others show."""
 
 STARTUP_LOGGER: Final = "forge.startup"
-"""Where the phases of a start are logged: to the files. A console shows them otherwise."""
+"""Where the phases of a start are logged: to the files, and as JSON. A console shows them otherwise."""
 
 _CHATTY: Final = ("asyncio", "filelock", "fsspec", "httpcore", "httpx", "matplotlib", "numba", "urllib3")
 """Loggers of libraries whose records below a warning say nothing about a run."""
@@ -32,17 +32,14 @@ class ConsoleHandler(logging.Handler):
         self.options = options
         self.setFormatter(make_formatter(options.format, process=process_name()))
         self.addFilter(LevelFilter(options.levels))
-        self.addFilter(_is_for_console)
+        if options.format == "text":
+            self.addFilter(lambda record: record.name != STARTUP_LOGGER)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print_above(self.format(record), to_stderr=True)
         except Exception:  # noqa: BLE001 - as every handler of `logging` does
             self.handleError(record)
-
-
-def _is_for_console(record: logging.LogRecord) -> bool:
-    return record.name != STARTUP_LOGGER
 
 
 class UnconfiguredHandler(logging.Handler):
