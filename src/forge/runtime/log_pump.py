@@ -95,7 +95,8 @@ class Pump:
     def _split(self, fd: int, data: bytes) -> None:
         *whole, rest = (self._pieces.get(fd, b"") + data).split(b"\n")
         if len(rest) > MAX_LINE:
-            whole, rest = [*whole, rest], b""
+            cut = len(rest) // MAX_LINE * MAX_LINE
+            whole, rest = [*whole, rest[:cut]], rest[cut:]
         self._pieces[fd] = rest
         self._take(fd, [part for line in whole for part in _parts(line)])
 

@@ -64,7 +64,7 @@ class FileHandler(logging.Handler):
         self._file.write(as_record(data, self._process) if self._format == "json" else data)
 
     def describe_end(self, error: BaseException) -> str:
-        """Write the traceback of what has ended the run; return how it ended. The program prints what its user needs."""
+        """Write the traceback of what has ended the run, and return how it ended."""
         name, text = type(error).__name__, str(error)
         if isinstance(error, Exception):
             record = logging.LogRecord("forge.log", logging.ERROR, "", 0, "the run ended with", None, None)
