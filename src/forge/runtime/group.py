@@ -98,7 +98,7 @@ class RankProbe(Actor):  # type: ignore[misc]
     @monarch_actor.endpoint
     def introduce(self, secrets: dict[str, str]) -> tuple[int, int]:
         """Take the variables that only this process and what it starts may know, and answer with the pid, and that of
-        the process that writes its log file, or 0.
+        the process that writes its log file (0 for none).
 
         Monarch writes the environment that it starts a process with into a log that others can read.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Final
 
 from forge.log_levels import LEVELS_VARIABLE, LogOptions
 from forge.observe.logs.folder import FILE_VARIABLE
@@ -14,19 +15,23 @@ from forge.observe.phases import PHASES_VARIABLE, set_listener
 from forge.runtime.rank_stub import STAND_IN
 from forge.runtime.reports import RecordSender, reports
 
+NO_LOG_FILE: Final = 0
+"""Stands for the process that writes a log file, where there is none."""
+
 
 def start_rank_logging() -> int:
-    """Log as the controller asks, in a rank. Return the process that writes its log file, or 0 if there is none.
+    """Log as the controller asks, in a rank or a process that it has started. Return the process that writes its log
+    file; `NO_LOG_FILE` where it has none.
 
     A module that has configured logging while this process imported it keeps what it has.
     """
-    writer = int(os.environ.get(STAND_IN, "0"))
+    writer = int(os.environ.get(STAND_IN, NO_LOG_FILE)) if os.environ.get(FILE_VARIABLE) else NO_LOG_FILE
     if os.environ.get(PHASES_VARIABLE) == "1":
         set_listener(lambda event: reports().send("phase", (event.process, tuple(event[1:]))))
     root = logging.getLogger()
     if root.handlers or LEVELS_VARIABLE not in os.environ:
         return writer
-    if not os.environ.get(FILE_VARIABLE) or not writer:
+    if writer == NO_LOG_FILE:
         start_logging()
         return writer
     options = LogOptions.from_environment("warning")

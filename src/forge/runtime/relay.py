@@ -83,7 +83,7 @@ class Relay:
                     show_record(from_fields(record, process=process))
                 message = json.loads(data) if data else {"output": ()}
                 for line in message["output"]:
-                    print_above(f"[{message['process']}] {line}")
+                    print_above(f"[{message['process']}] {line}", to_stderr=True)
             except (ValueError, KeyError, TypeError) as error:
                 _log.debug("a message for the console cannot be read: %s", error)
         post(self._loop, self._ended.set_result, None)

@@ -192,7 +192,7 @@ def test_the_relay_shows_output_and_records(printed: Lines, caplog: pytest.LogCa
         record = logging.LogRecord("forge.x", logging.WARNING, "", 0, "%s things", ("two",), None)
         relayed.put("trainer-0", to_fields(record))
         closed(relayed)
-    assert printed.lines == [("[rewards-0] one", False), ("[rewards-0] two", False)]
+    assert printed.lines == [("[rewards-0] one", True), ("[rewards-0] two", True)]
     (shown,) = [each for each in caplog.records if each.name == "forge.x"]
     assert (shown.getMessage(), shown.forge_process) == ("two things", "trainer-0")  # type: ignore[attr-defined]
 
