@@ -1,4 +1,4 @@
-"""The log files of a run, its start, and what of its processes reaches the console: one real run, and ranks that die."""
+"""The log files of a run, its start, and what of its processes reaches the console; and ranks that die."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class SupervisedLoop:
             self._log = make_sinks(
                 self._config.metrics,
                 folder=folder,
-                run_name=self._config.run.name,
+                run=self._config,
                 resume_step=resume_step,
                 total_steps=self._trainer_config.total_steps,
                 num_epochs=self._config.training.num_epochs,
