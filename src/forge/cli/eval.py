@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,13 +196,16 @@ def _eval(arguments: argparse.Namespace) -> int:
     from forge.errors import INPUT_ERRORS, EvalError, ForgeError
     from forge.loops.evals.running import evaluate
     from forge.observe.logs import start_logging
+    from forge.observe.monitor import monitored
 
     start_logging("error")
     config = configure(arguments)
     folder = config.run.output_dir / config.run.name
     bar = _Bar()
     try:
-        result = asyncio.run(evaluate(config, overwrite=arguments.overwrite, on_progress=bar.show))
+        with monitored() as monitor:
+            bar.on_begin = monitor.end_start
+            result = asyncio.run(evaluate(config, overwrite=arguments.overwrite, on_progress=bar.show))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"forge eval: stopped; the same command continues {folder}", file=sys.stderr)
         return 130
@@ -225,12 +228,15 @@ class _Bar:
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self.on_begin: Callable[[], object] = lambda: None
+        """Called before it is drawn."""
 
     def show(self, progress: EvalProgress) -> None:
         """Show how far the evaluation is."""
         from tqdm import tqdm
 
         if self._bar is None:
+            self.on_begin()
             self._bar = tqdm(
                 total=progress.num_total, initial=progress.num_done, unit="sample", file=sys.stderr, disable=None
             )

@@ -76,10 +76,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from forge.observe.logs import start_logging
+    from forge.observe.logs import logging_where_asked, start_logging
 
     start_logging("warning")
-    return asyncio.run(serve_until_stopped(configure(arguments)))
+    config = configure(arguments)
+    with logging_where_asked():
+        return asyncio.run(serve_until_stopped(config))
 
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
@@ -145,6 +147,7 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
     from forge.generator.actor import start_policy
     from forge.generator.openai import check_serving, serve_openai
     from forge.models.locate import resolve
+    from forge.observe.monitor import shown_start
 
     await check_serving(config.serve)
     folder = (await asyncio.to_thread(resolve, config.model)).folder
@@ -152,7 +155,8 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
     loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, folder, config.generator.chat_template))
     try:
         async with forge.run(config.launcher):
-            service = await start_policy(config)
+            with shown_start():
+                service = await start_policy(config)
             publisher = ModelPublisher(config)
             async with serve_openai(service, config.serve, tokenizer=await loading, publisher=publisher) as server:
                 stop.server = server

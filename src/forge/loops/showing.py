@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
+from forge.config import RunConfig
 from forge.loops.run_paths import HasRunPaths, run_dir
 from forge.observe.logs.folder import FOLDER, logging_to
-from forge.observe.monitor import RunMonitor, monitored
+from forge.observe.monitor import RunMonitor, current_monitor, monitored
+
+
+@contextlib.contextmanager
+def log_files(folder: Path, run: RunConfig, *, is_leader: bool = True) -> Iterator[None]:
+    """Let all processes log to files in the folder of a run, and write there what its start takes, inside the block."""
+    with logging_to(folder / FOLDER, max_bytes=int(run.max_log_mb * 2**20)):
+        monitor = current_monitor()
+        if is_leader and monitor is not None:
+            monitor.startup.write_to(folder)
+        yield
 
 
 class ShownRun:
@@ -20,9 +32,7 @@ class ShownRun:
     def open_files(self, *, is_leader: bool = True) -> None:
         """Let all processes of the run log to files in its folder, and write there what its start takes."""
         folder, run = run_dir(self._config), self._config.run
-        self._stack.enter_context(logging_to(folder / FOLDER, max_bytes=int(run.max_log_mb * 2**20)))
-        if is_leader:
-            self.monitor.startup.write_to(folder)
+        self._stack.enter_context(log_files(folder, run, is_leader=is_leader))
 
 
 @contextlib.contextmanager

@@ -115,12 +115,26 @@ class RunMonitor:
         elif self._lines is not None:
             _print(line)
 
+    def end_start(self) -> None:
+        """Note that the program has started, and leave the terminal to something else."""
+        self.started()
+        if self.panel is not None:
+            self.panel.close()
+
     def close(self) -> None:
         """Show nothing more."""
         self._is_over.set()
         self.startup.fail()
         if self.panel is not None:
             self.panel.close()
+
+
+@contextlib.contextmanager
+def shown_start() -> Iterator[RunMonitor]:
+    """Show what the block starts, and at its end how long that took: of a program that takes no steps."""
+    with monitored() as monitor:
+        yield monitor
+        monitor.started()
 
 
 def _print(line: str) -> None:

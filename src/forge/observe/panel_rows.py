@@ -79,8 +79,8 @@ class PanelState:
 def rows_of(state: PanelState, *, width: int, is_ascii: bool) -> list[Text]:
     """Return the rows, none of them longer than `width`."""
     width = min(width, MAX_WIDTH)
-    if state.is_over and state.is_starting:
-        return []  # what has ended the start is printed below
+    if state.is_over and (state.is_starting or not state.values):
+        return []  # what has ended the start is printed below, and a program without steps has none to show
     if state.is_starting:
         rows = [_start_row(state), *_phase_rows(state, width=width, is_ascii=is_ascii)]
     else:

@@ -12,6 +12,11 @@ from forge.observe.sink import Table
 from forge.testing import ListSink
 
 
+def submit_many(background: Background, count: int) -> None:
+    for _ in range(count):
+        background.submit(lambda: None)
+
+
 def test_calls_are_made_in_order_and_all_of_them() -> None:
     made: list[int] = []
     background = Background("test")
@@ -36,8 +41,7 @@ def test_what_a_call_raises_is_raised_once_by_the_next() -> None:
     background.submit(lambda: None)
     failed.wait()
     with pytest.raises(ConnectionError, match="no route"):
-        for _ in range(MAX_WAITING // 2):
-            background.submit(lambda: None)
+        submit_many(background, MAX_WAITING // 2)
     background.submit(lambda: None)
     background.close()
 
@@ -54,8 +58,7 @@ def test_a_server_that_takes_nothing_does_not_hold_the_run_up() -> None:
     background = Background("test", close_s=0.01)
     background.submit(gate.wait)
     with pytest.raises(TimeoutError, match="1000 calls wait for the server"):
-        for _ in range(MAX_WAITING + 2):
-            background.submit(lambda: None)
+        submit_many(background, MAX_WAITING + 2)
     with pytest.raises(TimeoutError, match=r"the server (took nothing|did not take the rest)"):
         background.close()
     gate.set()

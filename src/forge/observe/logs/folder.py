@@ -36,6 +36,7 @@ LIMIT_VARIABLE: Final = "FORGE_LOG_MAX_BYTES"
 FOLDER_VARIABLE: Final = "FORGE_LOG_DIR"
 """A folder for log files, in place of the run's; and for programs that have no run."""
 FOLDER: Final = "logs"
+DEFAULT_BYTES: Final = 64 << 20
 
 
 class FileHandler(logging.Handler):
@@ -142,7 +143,7 @@ def _inherited() -> LogFolder | None:
         return None
     global _current
     options = LogOptions.from_environment("warning")
-    limit = int(os.environ.get(LIMIT_VARIABLE, str(1 << 26)))
+    limit = int(os.environ.get(LIMIT_VARIABLE, DEFAULT_BYTES))
     _current = LogFolder(Path(path).parent, max_bytes=limit, options=options, parent=process_name())
     return _current
 
@@ -173,6 +174,14 @@ def logging_to(folder: Path, *, max_bytes: int) -> Iterator[LogFolder | None]:
         _current = None
         handler.note(how)
         handler.close()
+
+
+@contextlib.contextmanager
+def logging_where_asked() -> Iterator[LogFolder | None]:
+    """Log to files in the folder that the environment names, if it names one: of a program that has no run."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    with logging_to(Path(given or FOLDER), max_bytes=DEFAULT_BYTES if given else 0) as folder:
+        yield folder
 
 
 def _open_file(folder: LogFolder) -> FileHandler:
