@@ -17,7 +17,6 @@ from forge.log_levels import add_log_flags
 if TYPE_CHECKING:
     import asyncio
 
-    from forge.observe.logs import start_logging
     from forge.ui.server import UiOptions
 
 
@@ -53,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command and return its exit code."""
     import asyncio
 
+    from forge.observe.logs import start_logging
     from forge.ui.server import UiOptions, check_runs_dir
 
     check_runs_dir(arguments.runs_dir)
