@@ -139,8 +139,8 @@ class MetricsConfig(ConfigModel):
     log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
     console: Literal["step", "episode"] = Field(
         default="step",
-        description="`step`: lines such as `Step 3/100 | reward 0.75`, no wider than the terminal. `episode`: "
-        "`Episode 3 | Avg Reward: 0.75` and `Epoch 1/10 | Step 3 | Loss: 2.45`, for tools that read them so.",
+        description="Lines on the console. `step`: such as `Step 3/100`, no wider than the terminal. `episode`: such as "
+        "`Episode 3` and `Epoch 1/10`, of any length, for tools that read them so.",
     )
     progress: bool | None = Field(
         default=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, ConsoleRenderable, Group
@@ -44,6 +45,11 @@ class LiveRows(Live):
         rows = list(self._rows())[: self.console.height]
         self._next = [row.cell_len for row in rows]
         return Group(*rows)
+
+    def refresh(self) -> None:
+        """Draw the rows, unless the terminal is gone: a run continues without it."""
+        with contextlib.suppress(OSError):
+            super().refresh()
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         extra = num_broken(self._drawn, width=self.console.width)

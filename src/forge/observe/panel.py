@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ from forge.observe.terminal import current_foot, set_foot
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from forge.observe.live_rows import LiveRows
+
 _HISTORY: Final = 512
 _REFRESH_S: Final = 0.5
 _SHORTEST_S: Final = 0.1
@@ -37,6 +40,11 @@ def panel_is_possible(progress: bool | None) -> bool:
     if any(stream is None or not stream.isatty() for stream in streams):
         return False
     return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def _stop(live: LiveRows) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        live.stop()
 
 
 class Panel:
@@ -74,7 +82,7 @@ class Panel:
         self._refreshes = refresh_s > 0
         self._refreshed_s = float("-inf")
         self._live = LiveRows(self._console, self._rows, refresh_s=refresh_s, takes_streams=stream is None)
-        self._finish = weakref.finalize(self, self._live.stop)  # the cursor comes back however the program ends
+        self._finish = weakref.finalize(self, _stop, self._live)  # the cursor comes back however the program ends
         self._live.start()
         set_foot(self)
 

@@ -265,8 +265,8 @@ class RankGroup:
         reason = f"rank {rank} (process {pid}) ended"
         if not self.logs.is_open or not self.is_alive:
             self.fail(reason)
-            return
-        self._dying = asyncio.create_task(self._fail_with_log(rank, reason))
+        elif self._dying is None:
+            self._dying = asyncio.create_task(self._fail_with_log(rank, reason))
 
     async def _fail_with_log(self, rank: int, reason: str) -> None:
         """Fail with the last words of a rank, which are written when its process has ended."""

@@ -71,8 +71,9 @@ class GroupLogs:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(written.wait(), LAST_WORDS_S)
         try:
-            return path, tuple(await watch.read_end(path, NUM_LAST_LINES))
-        except LaunchError:  # its host does not answer
+            async with asyncio.timeout(LAST_WORDS_S):
+                return path, tuple(await watch.read_end(path, NUM_LAST_LINES))
+        except (LaunchError, TimeoutError):  # its host does not answer
             return path, ()
 
     async def wait_written(self) -> None:

@@ -141,7 +141,6 @@ def _wait(descriptors: list[int], pump: Pump | None) -> list[int]:
 
 def _be_parent(pump: Pump, masters: list[int]) -> None:
     """Start the rank as a child of this process, and end as it ends. Returns in the child alone."""
-    os.environ[STAND_IN] = str(os.getpid())
     rank = os.fork()
     if not rank:
         return
@@ -226,8 +225,9 @@ def main() -> None:
     try:
         parents = {os.getppid(), int(os.environ.get(OWNER, os.getppid()))}
         masters = [os.pidfd_open(pid) for pid in parents] if address or pump is not None else []
-        if address:
+        if pump is not None:
             os.environ[STAND_IN] = str(os.getpid())
+        if address:
             _ask_server(address, masters, pump)
     except ProcessLookupError:  # the process that asked for the rank has ended
         os._exit(1)

@@ -86,6 +86,8 @@ class Relay:
                     print_above(f"[{message['process']}] {line}", to_stderr=True)
             except (ValueError, KeyError, TypeError) as error:
                 _log.debug("a message for the console cannot be read: %s", error)
+            except OSError:  # the console is closed
+                continue
         post(self._loop, self._ended.set_result, None)
 
     def _receive(self) -> bytes | None:
