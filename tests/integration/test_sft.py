@@ -32,7 +32,8 @@ SHORT = [
     "metrics.log_interval=4",
 ]
 STEP_LINE = re.compile(
-    r"Step \d+/\d+ \| epoch \d+/10 \| loss \d+\.\d{2,4} \| lr [\d.e-]+ \| \S+ tok/s( \| grad [\d.e-]+)?( \| \S+ left)?"
+    r"Step \d+/\d+ \| epoch \d+/10 \| loss \d+\.\d{2,4} \| lr [\d.e-]+ \| \S+ tok/s( \| grad [\d.e-]+)?"
+    r"( \| \S+ left)?"
 )
 VALIDATION_LINE = re.compile(r"Validation at step \d+/\d+ \| loss \d+\.\d{2,4}( \| best)?")
 

@@ -139,8 +139,8 @@ class MetricsConfig(ConfigModel):
     log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
     console: Literal["step", "episode"] = Field(
         default="step",
-        description="Lines on the console. `step`: such as `Step 3/100`, no wider than the terminal. `episode`: such as "
-        "`Episode 3` and `Epoch 1/10`, of any length, for tools that read them so.",
+        description="Lines on the console. `step`: such as `Step 3/100`, no wider than the terminal. `episode`: such "
+        "as `Episode 3` and `Epoch 1/10`, of any length, for tools that read them so.",
     )
     progress: bool | None = Field(
         default=None,
