@@ -28,7 +28,7 @@ from forge.errors import ForgeError
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.sft import run_sft
 
-ROOT = Path(__file__).resolve().parents[2]
+APPS = Path(__file__).resolve().parents[1]
 START_AT_MOST, END_AT_LEAST = 0.35, 0.85
 MARK = ".quickstart"
 
@@ -57,11 +57,11 @@ def teach(folder: Path, *, seed: int) -> GRPOResult:
     prepare(folder)
     write_task(folder / "task", seed=seed)
     print("1. Supervised fine-tuning: how an answer is written.", flush=True)
-    tuned = asyncio.run(run_sft(configured(SFTConfig, "apps/quickstart/sft.yaml", folder, seed=seed)))
+    tuned = asyncio.run(run_sft(configured(SFTConfig, "quickstart/sft.yaml", folder, seed=seed)))
     if tuned.is_stopped:
         sys.exit(tuned.exit_code)
     print("2. GRPO: which answer is right. Held-out accuracy is `avg@1`.", flush=True)
-    return asyncio.run(run_grpo(configured(GRPOConfig, "apps/grpo/tiny.yaml", folder, seed=seed)))
+    return asyncio.run(run_grpo(configured(GRPOConfig, "grpo/tiny.yaml", folder, seed=seed)))
 
 
 def configured(schema: type, file: str, folder: Path, *, seed: int) -> SFTConfig | GRPOConfig:
@@ -72,7 +72,7 @@ def configured(schema: type, file: str, folder: Path, *, seed: int) -> SFTConfig
     else:
         places += [f"model.path={folder}/sft/checkpoints/hf", f"prompts.sources.0.path={folder}/task/prompts.jsonl"]
         places += [f"evaluation.sources.0.path={folder}/task/heldout.jsonl"]
-    return load(schema, files=[ROOT / file], overrides=places)  # type: ignore[no-any-return]
+    return load(schema, files=[APPS / file], overrides=places)  # type: ignore[no-any-return]
 
 
 def prepare(folder: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from forge.cli import main, make_parser
+from forge.cli.run import read_program, split_configs
+from forge.recipes import Command
 
 FORGE = [sys.executable, "-m", "forge.cli"]
 LIMIT_S = 600
@@ -38,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CASES = [
-    ("run grpo.yaml", "repair: forge run SCRIPT --config grpo.yaml"),
+    ("run grpo.yaml", "repair: forge run grpo --config grpo.yaml"),
     ("run 'nowhere.yaml'", "there is no such script"),
     ("run broken.py", r"never closed (line 1)"),
     ("run binary.py", "null bytes"),
@@ -141,12 +143,12 @@ def test_every_command_is_tried() -> None:
 def test_the_command_for_a_configuration_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my runs").mkdir()
     Path("my runs/first.yaml").write_text("rollout: {staleness: 1}\n")
-    Path("apps/grpo").mkdir(parents=True)
-    Path("apps/grpo/main.py").write_text("import sys; print(*sys.argv[1:], sep='|')")
     assert main(["run", "my runs/first.yaml", "run.name=a b", "--resume"]) == 2
     (command,) = re.findall(r"repair: forge (.*)", capsys.readouterr().err)
-    assert main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == "--config|my runs/first.yaml|run.name=a b|--resume\n"
+    _, script, *words = shlex.split(command)
+    program = read_program(Path(script), *split_configs([], words))
+    assert program.script.is_file()
+    assert program.command == Command(("my runs/first.yaml",), ("run.name=a b", "--resume"))
 
 
 def test_resume_is_in_the_help_and_may_stand_before_the_script(capsys: pytest.CaptureFixture[str]) -> None:
