@@ -141,7 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if num_ranks is not None:
         return _as_ranks(script, passed, num_ranks)
     add_module_folders(configs)
-    return _in_this_process(script, passed)
+    return run_here(script, passed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,8 @@ def split_configs(configs: list[str], words: list[str]) -> tuple[list[str], list
     return configs, left
 
 
-def _in_this_process(script: Path, arguments: list[str]) -> int:
+def run_here(script: Path, arguments: list[str]) -> int:
+    """Run a program in this process, and return its exit code."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:

@@ -11,16 +11,18 @@ from forge.recipes.catalogue import (
     find_program,
     find_recipe,
     programs,
+    recipe_named,
     recipes,
     unknown_recipe,
 )
 from forge.recipes.command import Command, read_command
-from forge.recipes.inputs import Step, make_inputs, missing_steps
+from forge.recipes.inputs import Step, all_steps, make_inputs, missing_steps
 
 __all__ = [
     "Command",
     "Recipe",
     "Step",
+    "all_steps",
     "apps_folder",
     "find_config",
     "find_program",
@@ -29,6 +31,7 @@ __all__ = [
     "missing_steps",
     "programs",
     "read_command",
+    "recipe_named",
     "recipes",
     "unknown_recipe",
 ]

@@ -29,7 +29,7 @@ class Recipe:
         teaches: what the model learns; empty for a step of another recipe.
         method: the algorithm.
         hardware: the least that it runs on.
-        time: how long it takes there; None where nobody has measured it.
+        cpu_time: the time of all its processes on CPU cores; None on a GPU, or where it was not measured.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Recipe:
     teaches: str = ""
     method: str = ""
     hardware: str = ""
-    time: str | None = None
+    cpu_time: str | None = None
 
     @property
     def is_step(self) -> bool:
@@ -92,8 +92,11 @@ def programs() -> Mapping[str, Path]:
 
 def find_recipe(word: str) -> Recipe | None:
     """Return the recipe that a word means; None where it means a file, or nothing."""
-    if os.path.isfile(word):
-        return None
+    return None if os.path.isfile(word) else recipe_named(word)
+
+
+def recipe_named(word: str) -> Recipe | None:
+    """Return the recipe of that name, whatever files there are; None where there is none."""
     return recipes().get(word.removeprefix("apps/").removesuffix(".yaml"))
 
 

@@ -51,13 +51,19 @@ def missing_inputs(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(path, text) for path, text in texts(settings) if steps_for(text) and not os.path.exists(text)]
 
 
+def all_steps(settings: Mapping[str, Any]) -> list[Step]:
+    """Return the commands that make what a configuration names, in the order to run them."""
+    found = {step.path: step for _, text in texts(settings) for step in steps_for(text)}
+    return [found[path] for path in read_list()["made"] if path in found]
+
+
 def missing_steps(settings: Mapping[str, Any]) -> list[Step]:
     """Return the commands that make what a configuration names and what is not there, in the order to run them."""
-    found: dict[str, Step] = {}
+    found: set[Step] = set()
     for _, text in missing_inputs(settings):
         *outer, last = steps_for(text)
-        found |= {step.path: step for step in (*outer, last) if step is last or not os.path.exists(step.path)}
-    return [found[path] for path in read_list()["made"] if path in found]
+        found |= {last, *(step for step in outer if not os.path.exists(step.path))}
+    return [step for step in all_steps(settings) if step in found]
 
 
 def steps_for(text: str) -> list[Step]:
