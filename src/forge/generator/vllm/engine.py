@@ -184,7 +184,8 @@ class VllmEngine:
         self._plan = make_plan(
             self.config, model.architecture, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
         )
-        check_amx(self._plan, self._device, _amx.verdict())
+        quantization = self._plan.arguments.get("quantization")
+        check_amx(self._plan.precision, self._device, _amx.verdict(), quantization=quantization)
         return model.architecture.model_dump(mode="json", include=set(ARCHITECTURE_KEYS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
