@@ -38,10 +38,10 @@ class Files:
         """Add a file, with the test beside it and the modules of the recipes that it imports."""
         if source in self.sources.values():
             return
-        self.sources[source.name] = source
         test = source.with_name(f"test_{source.stem}.py")
-        if test.is_file():
-            self.sources[test.name] = test
+        for each in (source, *([test] if test.is_file() else [])):
+            assert each.name not in self.sources, f"{each} and {self.sources[each.name]} would have one name"
+            self.sources[each.name] = each
         for module in _imported(source):
             self.add(module)
 
