@@ -26,7 +26,7 @@ from typing import TypeVar
 from digits import write_task
 
 from forge.config import GRPOConfig, SFTConfig, load
-from forge.errors import INPUT_ERRORS, ForgeError
+from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.sft import run_sft
 
@@ -84,12 +84,22 @@ def configured(schema: type[Config], file: str, folder: Path, *, seed: int, over
 
 def prepare(folder: Path) -> None:
     """An empty folder. What an earlier quick start wrote there is removed, anything else is left alone."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / MARK).exists():
-            sys.exit(f"{folder} is not empty, and not from an earlier quick start; give another with --output")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            if not (folder / MARK).exists():
+                raise unusable(folder, "an empty folder, or one of an earlier quick start: this one is not empty")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).touch()
+    except OSError as error:
+        raise unusable(folder, f"a folder that can be written: {error.strerror}") from None
+
+
+def unusable(folder: Path, rule: str) -> ConfigError:
+    repair = "give another with --output"
+    return ConfigError(
+        "the quick start cannot write there", path="--output", value=str(folder), rule=rule, repair=repair
+    )
 
 
 def report(result: GRPOResult, *, seconds: float, is_judged: bool = True) -> bool:

@@ -208,15 +208,19 @@ def test_documented_commands_work_without_a_checkout(installed: Installed) -> No
     assert "2, each of at most 8 rows" in ran.stdout
 
 
-def test_a_recipe_makes_what_it_needs_and_writes_into_the_working_folder_only(
-    installed: Installed, tmp_path: Path
-) -> None:
+def test_a_recipe_makes_what_it_needs_and_is_resumed_under_a_supervisor(installed: Installed, tmp_path: Path) -> None:
     before = installed.files()
-    few = ["training.max_steps=1", "validation.fraction=0", "record.report=false"]
-    ran = installed.run("forge", "run", "sft/tiny_lora", *few[:1], "metrics.tensorboard=false", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "runs/sft-tiny is made first: forge run sft/tiny training.max_steps=20" in ran.stderr
-    assert (tmp_path / "runs" / "sft-tiny-lora" / "checkpoints" / "adapter").is_dir()
+    run = tmp_path / "runs" / "sft-tiny-lora"
+    first = installed.run("forge", "run", "sft/tiny_lora", "training.max_steps=1", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "runs/sft-tiny is made first: forge run sft/tiny training.max_steps=20" in first.stderr
+    assert (run / "checkpoints" / "adapter").is_dir()
+    more = ["--supervise", "sft/tiny_lora", "training.max_steps=2", "--resume"]
+    second = installed.run("forge", "run", *more, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "is made first" not in second.stderr
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     assert installed.files() == before
 
@@ -237,9 +241,8 @@ def test_the_quick_start_runs_in_an_empty_folder_without_a_compiler(installed: I
     work = tmp_path / "work"
     work.mkdir()
     few = ["training.max_steps=2", "training.warmup_steps=0", "rollout.batch_groups=4", "evaluation.max_prompts=8"]
-    for _ in range(2):  # the second one replaces what the first one wrote
-        ran = installed.run("forge", "quickstart", *few, cwd=work, **environ)
-        assert ran.returncode == 0, ran.stderr
+    ran = installed.run("forge", "quickstart", *few, cwd=work, **environ)
+    assert ran.returncode == 0, ran.stderr
     assert "Held-out accuracy: " in ran.stdout
     assert "there is no C compiler" in ran.stderr
     assert (work / "runs" / "quickstart" / "grpo" / "report.html").is_file()
