@@ -40,7 +40,8 @@ class BuildWithRecipes(build_py):
                 self.copy_file(str(HERE / path), str(target))
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), *(str(self._target(path)) for path in recipe_files())]
+        copies = [] if self.editable_mode else [str(self._target(path)) for path in recipe_files()]
+        return [*super().get_outputs(include_bytecode), *copies]
 
     def get_source_files(self) -> list[str]:
         """Return what a source distribution holds."""

@@ -10,6 +10,7 @@ import email
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -171,6 +172,21 @@ def test_the_description_has_no_link_that_works_in_the_repository_only(built: Bu
     own = [link for link in links if link.startswith("https://github.com/torchforge/torchforge/blob/main/")]
     places = [link.partition("/blob/main/")[2].partition("#")[0] for link in own]
     assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+def test_an_editable_install_reads_the_recipes_of_the_checkout(tmp_path: Path) -> None:
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    scripts = runpy.run_path(str(ROOT / "scripts" / "build_dist.py"))
+    sources_copy = scripts["copy_sources"](tmp_path / "checkout")
+    wheel = scripts["build"](sources_copy, "editable", tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        (pth,) = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert archive.read(pth).decode().strip() == str(sources_copy / "src")
+    code = "import forge.recipes as r; print(r.apps_folder())"
+    environ = {**os.environ, "PYTHONPATH": str(sources_copy / "src")}
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(sources_copy / "apps")
 
 
 # ---- What a user has
