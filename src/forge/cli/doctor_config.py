@@ -135,24 +135,29 @@ def opened_config(files: Sequence[str], words: Sequence[str]) -> Iterator[Opened
 
 def config_checks(config: ForgeConfig, machine: Machine) -> list[Check]:
     """Return every check of one configuration, the needs first and the verdict last."""
-    from forge.cli import doctor_extras, doctor_places, doctor_system
-    from forge.memory import find_card
-
-    run = _resolved(config, num_gpus=machine.num_gpus, card=find_card())
     needs: list[Check] = []
-    for module in (doctor_extras, doctor_system, doctor_places):
-        needs += module.checks(config, machine, run)
-    told = {check["name"] for check in needs if check["status"] == "FAIL"}
-    return [*needs, *_verdict(config, told)]
+    try:
+        from forge.cli import doctor_extras, doctor_places, doctor_system
+
+        run = _resolved(config)
+        for module in (doctor_extras, doctor_system, doctor_places):
+            needs += module.checks(config, machine, run)
+        told = {check["name"] for check in needs if check["status"] == "FAIL"}
+        return [*needs, *_verdict(config, told)]
+    except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
+        return [
+            *needs,
+            make_check("configuration", False, f"{type(error).__name__}: {error}", repair="see the message"),
+        ]
 
 
-def _resolved(config: ForgeConfig, *, num_gpus: int, card: Any) -> ResolvedRun | None:
+def _resolved(config: ForgeConfig) -> ResolvedRun | None:
     """Return the run with all that it leaves open decided; None for one that cannot be, as the verdict then says."""
     from forge.errors import ForgeError
-    from forge.memory import resolve_run
+    from forge.memory import find_card, resolve_run
 
     try:
-        return resolve_run(config, card=card)
+        return resolve_run(config, card=find_card())
     except ForgeError:
         return None
 

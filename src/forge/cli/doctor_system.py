@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from forge.cli.doctor_check import Check, make_check, size_text
 from forge.config import ForgeConfig, GRPOConfig, SupervisedConfig
+from forge.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge.cli.doctor_config import Machine
@@ -41,11 +42,10 @@ def _compiler(config: ForgeConfig, machine: Machine) -> Iterator[Check]:
 
 def _sandbox(config: GRPOConfig) -> Iterator[Check]:
     """Check the boundary for episodes that open one. For the reward `code` the verdict says it."""
-    from forge.registry import EPISODES
     from forge.runtime.sandbox import survey
 
     kind = config.episode.kind
-    if kind is None or not (kind == "program" or _opens_sandbox(EPISODES.find(kind, path="episode.kind"))):
+    if kind is None or not (kind == "program" or _opens_sandbox(kind)):
         return
     wanted = config.episode.args.get("isolation", "auto") if kind == "program" else "auto"
     findings = [
@@ -61,13 +61,16 @@ def _sandbox(config: GRPOConfig) -> Iterator[Check]:
     )
 
 
-def _opens_sandbox(program: object) -> bool:
+def _opens_sandbox(kind: str) -> bool:
     """Whether the module of an episode opens a sandbox, as far as its text says."""
-    function = inspect.unwrap(getattr(program, "function", None) or program)  # type: ignore[arg-type]
+    from forge.registry import EPISODES
+
     try:
+        program = EPISODES.find(kind, path="episode.kind")
+        function = inspect.unwrap(getattr(program, "function", None) or program)
         text = inspect.getsource(inspect.getmodule(function) or function)
-    except (OSError, TypeError):
-        return False
+    except (ConfigError, OSError, TypeError):
+        return False  # one that cannot be imported is reported with the configuration
     return "sandbox(" in text
 
 

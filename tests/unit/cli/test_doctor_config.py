@@ -363,6 +363,18 @@ def test_a_folder_without_a_model_and_one_without_a_tokenizer(place: Path) -> No
     assert [check["status"] for check in mute if "tokenizer" in check["detail"]] == ["FAIL"]
 
 
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def broken(folder: Path) -> int:
+        raise OSError("the disk does not answer")
+
+    checks = config_checks(grpo("training.attention=torch"), machine(num_gpus=0, disk_free=broken))
+    assert (checks[-1]["name"], checks[-1]["status"]) == ("configuration", "FAIL")
+    assert checks[-1]["detail"] == "OSError: the disk does not answer"
+    missing = agent("episode.kind=nowhere:solve")
+    found = one(config_checks(missing, machine(num_gpus=0, capability=None)), "episode.kind")
+    assert (found["status"], "cannot be imported" in found["detail"]) == ("FAIL", True)
+
+
 def test_a_recipe_is_checked_before_anything_was_made(place: Path) -> None:
     with opened_config(["sft/tiny_lora"], []) as opened:
         assert opened is not None
