@@ -74,6 +74,8 @@ def describe_amx(verdict: _amx.Verdict, environ: Mapping[str, str]) -> Finding:
 
 
 _GIB = 1024**3
+_WIDEST = 30
+"""Of names in the column of checks; a longer one takes what it needs."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -251,7 +253,7 @@ def _print(facts: dict[str, Any], checks: list[Check]) -> None:
     print(f"  {'torch cuda':<16} {graphics['torch_cuda'] or '-'}")
     print(f"  {'rdma':<16} {', '.join(facts['rdma']) or 'none'}")
     print("Checks")
-    width = max(16, *(len(check["name"]) for check in checks))
+    width = max(16, *(len(check["name"]) for check in checks if len(check["name"]) <= _WIDEST))
     for check in checks:
         print(f"  {check['status']}  {check['name']:<{width}} {check['detail']}")
         if check["repair"]:

@@ -10,7 +10,9 @@ import pytest
 
 from forge.cli import main
 from forge.config.command_line import MODULE_FOLDERS
-from forge.recipes import recipes
+from forge.recipes import apps_folder, recipes
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "recipes.md"
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +53,17 @@ def test_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[0] == "grpo/tiny: the quick start's task: the largest or smallest of four digits"
     assert "  before    forge run quickstart/sft (unless it was done)" in shown
     assert "  run       forge run grpo/tiny" in shown
-    assert shown[-1].strip() == "forge run grpo/tiny"
+    assert shown[-1] == "  forge run grpo/tiny"
     plain = json.loads(forge(capsys, "recipes", "grpo/tiny", "--json"))
     assert plain["before"] == ["python quickstart/digits.py runs/quickstart/task", "forge run quickstart/sft"]
     assert Path(plain["config"]).is_file()
+
+
+def test_the_guide_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    for words in (["recipes", "cpu", "agent"], ["recipes", "grpo/tiny"], ["new", "my_project", "--task", "tools"]):
+        printed = forge(capsys, *words).replace(str(apps_folder()), "…/forge/recipes/apps")
+        assert f"```console\n$ forge {' '.join(words)}\n{printed}```\n" in page
 
 
 def test_copy_and_new_say_how_to_go_on(capsys: pytest.CaptureFixture[str], place: Path) -> None:
