@@ -14,7 +14,7 @@ import pytest
 
 from forge.cli import doctor_extras, doctor_places, doctor_system, main
 from forge.cli.doctor_check import Check
-from forge.cli.doctor_config import Machine, config_checks, opened_config
+from forge.cli.doctor_config import Machine, _verdict, config_checks, opened_config
 from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig, load
 from forge.config.command_line import MODULE_FOLDERS
 from forge.memory import Card, resolve_run
@@ -348,6 +348,8 @@ def test_what_a_run_would_refuse_is_named_once() -> None:
     assert one(checks, "generator.engine")["status"] == "FAIL"
     assert one(checks, "metrics.sinks[0].kind")["status"] == "FAIL"
     assert not [check for check in checks if check["name"] == "configuration" and check["status"] == "PASS"]
+    (path,) = [check["name"] for check in _verdict(config, set()) if "nosuch" in check["detail"]]
+    assert path not in {check["name"] for check in _verdict(config, {path})}
 
 
 def test_a_folder_without_a_model_and_one_without_a_tokenizer(place: Path) -> None:

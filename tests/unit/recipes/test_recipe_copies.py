@@ -155,6 +155,8 @@ def test_a_new_project_is_whole_and_passes_its_test(task: str, place: Path) -> N
         if name.endswith(".yaml"):
             config = load(schema_of(place / "My Project" / name), files=[place / "My Project" / name])
             assert "my-project" in str(config.run.output_dir / config.run.name)
+    changed = (place / "My Project" / ("train.yaml" if TASKS[task].module is None else "grpo.yaml")).read_text()
+    assert all(new in changed and old not in changed for old, new in TASKS[task].settings.items())
     ran = run(place / "My Project", "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     linted = run(place / "My Project", "-m", "ruff", "check", "--isolated", "--line-length", "120", ".")
