@@ -236,7 +236,9 @@ def _token_fields(episode: Episode) -> dict[str, Any]:
     """Return what a line has of single tokens: a critic's values, and advantages where those of one turn differ."""
     found = {} if episode.values is None else {"values": _numbers(episode.values)}
     own = episode.token_advantages
-    if own is None or (not found and all(_are_equal(own[start : start + len(turn)]) for turn, start in _starts(episode))):
+    if own is None or (
+        not found and all(_are_equal(own[start : start + len(turn)]) for turn, start in _starts(episode))
+    ):
         return found
     return {**found, "token_advantages": _numbers(own)}
 

@@ -158,6 +158,7 @@ class LiveRun:
                 "maskTruncated": setting_of(config, "rollout.mask_truncated") is True,
             },
             "status": status,
+            "hasRollouts": self.rollouts.index.is_there,
             "facts": facts(_Settings(config)),
             "tiles": status["tiles"],
             "charts": self._charts(rows),

@@ -1,7 +1,7 @@
 // One run: its head, and below it the view that is chosen.
 
 const POINTS = 700;
-const VIEWS = { charts: 'Charts', configuration: 'Configuration', events: 'Events' };
+const VIEWS = { charts: 'Charts', rollouts: 'Rollouts', configuration: 'Configuration', events: 'Events' };
 
 class RunView {
   constructor(shell, place) {
@@ -21,6 +21,7 @@ class RunView {
   close() {
     this.isClosed = true;
     this.news?.close();
+    this.part?.close?.();
   }
 
   async begin(place) {
@@ -119,6 +120,7 @@ class RunView {
     this.progress = status.progress;
     this.renderHead();
     this.renderProgress();
+    this.part?.hear?.(status);
     if (status.table !== this.tableId) this.reload();
     if (status.numNames !== before.numNames || status.details !== before.details) this.refresh();
   }
@@ -166,11 +168,16 @@ class RunView {
   }
 
   renderTabs() {
+    this.node.dataset.view = this.view;
     this.tabs.replaceChildren(...Object.entries(VIEWS).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
   }
 
   // Shows another view of the same run.
   turn(place) {
+    if (this.view === place.view && this.part?.turnTo) {
+      this.part.turnTo(place);
+      return;
+    }
     this.view = VIEWS[place.view] ? place.view : 'charts';
     this.renderTabs();
     if (!this.board) return;
@@ -181,8 +188,13 @@ class RunView {
   renderView(place) {
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
+    this.part?.close?.();
     this.part = null;
     if (this.view === 'charts') this.renderChartView();
+    else if (this.view === 'rollouts') {
+      this.part = new RolloutsView(this.id, place);
+      this.body.replaceChildren(this.part.node);
+    }
     else if (this.view === 'configuration') {
       this.part = new ConfigurationView(this.id, this.runs, place);
       this.body.replaceChildren(this.part.node);
@@ -198,7 +210,8 @@ class RunView {
     this.sections = make('div', { class: 'sections' });
     this.rest = make('div', {});
     const before = this.board.listeners.length;
-    const bar = toolBar(this.board, { more: [this.reading, this.filter] });
+    const jump = this.description.hasRollouts ? (step) => go(sampleLink(this.id, { step })) : null;
+    const bar = toolBar(this.board, { jump, more: [this.reading, this.filter] });
     this.board.listeners.slice(before).forEach((listener) => { listener.isOfView = true; });
     this.body.replaceChildren(bar, this.sections, this.rest);
     this.renderProgress();

@@ -27,7 +27,7 @@ from forge.ui.rollouts.gradient import (
 from forge.ui.rollouts.index import RolloutRows
 from forge.ui.rollouts.lines import Fields, LossPart, loss_parts, numbers_of
 
-_DIGITS: Final = 5
+_DIGITS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +169,21 @@ def _missing(fields: Fields, rules: LearningRules) -> dict[str, Any]:
 def _notes(fields: Fields, rule: LossRule, count: int) -> Sequence[str]:
     notes = []
     if rule.iterations > 1:
-        notes.append(f"This is of the first of {rule.iterations} optimizer steps on the batch; the ratios of later ones are not recorded.")
+        notes.append(
+            f"This is of the first of {rule.iterations} optimizer steps on the batch; the ratios of later ones are not recorded."
+        )
     if rule.kl is not None and numbers_of(fields.get("ref_logprobs"), count) is None:
-        notes.append("The reference’s logprobs were not recorded, so the penalty of the divergence from it is not in these numbers.")
+        notes.append(
+            "The reference’s logprobs were not recorded, so the penalty of the divergence from it is not in these numbers."
+        )
     if rule.loss.entropy_coefficient > 0:
-        notes.append("The entropy bonus acts on whole distributions, which are not recorded; it is not in these numbers.")
+        notes.append(
+            "The entropy bonus acts on whole distributions, which are not recorded; it is not in these numbers."
+        )
     return notes
 
 
-def _of_part(
-    fields: Fields, part: LossPart, rule: LossRule, batch: BatchSize | None, own: Floats
-) -> SequenceGradient:
+def _of_part(fields: Fields, part: LossPart, rule: LossRule, batch: BatchSize | None, own: Floats) -> SequenceGradient:
     count, places = len(fields["token_ids"]), part.places()
 
     def at(name: str) -> Floats | None:

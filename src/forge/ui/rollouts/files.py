@@ -52,6 +52,12 @@ class RolloutFolder:
         self._listed_at, self._took = 0.0, 0.0
         self._is_settled = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a folder of rollouts, or a file with the samples of an evaluation."""
+        places = (self._run_folder / _FOLDER, self._run_folder / EVAL_SAMPLES)
+        return any(os.path.lexists(place) for place in places)
+
     def list(self) -> Mapping[str, int] | None:
         """Return the files by name, each with a number that another file of that name does not have. None where the
         folder has not changed since the last call, as far as is known."""

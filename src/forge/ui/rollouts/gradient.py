@@ -191,8 +191,7 @@ def _through_ratio(rule: LossRule, own_ratio: Floats, by_ratio: Floats) -> Float
     """Return derivatives by logprobs from those by the logarithm of the ratio that each token has in the loss."""
     if not rule.is_per_sequence:
         return by_ratio
-    reaches = np.abs(own_ratio) <= _LARGEST_LOG
-    return np.where(reaches, by_ratio.sum() / len(by_ratio), 0.0)
+    return np.where(np.abs(own_ratio) > _LARGEST_LOG, 0.0, by_ratio.sum() / len(by_ratio))
 
 
 def _surrogate(
@@ -201,7 +200,7 @@ def _surrogate(
     """Return the derivatives of each token's loss by its logprob and by the logarithm of its ratio, and the bounds."""
     loss, nothing = rule.loss, np.zeros_like(trainer)
     ratio = _ratio(log_ratio)
-    slope = np.where(log_ratio <= _LARGEST_LOG, ratio, 0.0)
+    slope = np.where(log_ratio > _LARGEST_LOG, 0.0, ratio)
     low, high = 1.0 - loss.clip_low, 1.0 + loss.clip_high
     inside = np.zeros(len(ratio), np.int8)
     if loss.kind == "reinforce":
@@ -248,9 +247,7 @@ def _is_outside(mask: SequenceMaskConfig, bounded: Floats) -> bool:
     return ratio > mask.high or ratio < mask.low
 
 
-def _penalty(
-    rule: LossRule, tokens: SequenceTokens, trainer: Floats, log_ratios: tuple[Floats, Floats]
-) -> Floats:
+def _penalty(rule: LossRule, tokens: SequenceTokens, trainer: Floats, log_ratios: tuple[Floats, Floats]) -> Floats:
     """Return the derivative of the divergence from the reference by each token's logprob, times its coefficient."""
     kl = rule.kl
     if kl is None or tokens.reference is None:
@@ -262,18 +259,18 @@ def _penalty(
         value, slope = log_r**2 / 2, -log_r
     else:
         value = np.expm1(np.minimum(log_r, _LARGEST_LOG)) - log_r
-        slope = 1.0 - np.where(log_r <= _LARGEST_LOG, np.exp(np.minimum(log_r, _LARGEST_LOG)), 0.0)
+        slope = 1.0 - np.where(log_r > _LARGEST_LOG, 0.0, np.exp(np.minimum(log_r, _LARGEST_LOG)))
     own_ratio, log_ratio = log_ratios
     by_ratio = np.zeros_like(value)
     if kl.weighted:
         ratio = _ratio(log_ratio)
-        by_ratio = value * np.where(log_ratio <= _LARGEST_LOG, ratio, 0.0)
+        by_ratio = value * np.where(log_ratio > _LARGEST_LOG, 0.0, ratio)
         value, slope = value * ratio, slope * ratio
     elif kl.score_gradient:
         slope = slope + value
     if kl.clamp is not None:
-        passes = np.abs(value) <= kl.clamp
-        slope, by_ratio = np.where(passes, slope, 0.0), np.where(passes, by_ratio, 0.0)
+        is_cut = np.abs(value) > kl.clamp
+        slope, by_ratio = np.where(is_cut, 0.0, slope), np.where(is_cut, 0.0, by_ratio)
     found: Floats = kl.coefficient * (slope + _through_ratio(rule, own_ratio, by_ratio))
     return found
 

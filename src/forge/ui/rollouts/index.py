@@ -152,6 +152,11 @@ class RolloutIndex:
         """About how much memory it takes, in numbers of 4 bytes."""
         return len(self._tables.rows) * CELLS_PER_ROW
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the run has a folder of rollouts, or is an evaluation."""
+        return self._folder.is_there
+
     def advance(self) -> bool:
         """Read the next part of what is new. Return whether pages should hear of it."""
         with self._lock:

@@ -179,15 +179,20 @@ def histograms(rows: RolloutRows, found: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _histogram(values: Array) -> dict[str, Any] | None:
-    known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    """Return counts between the smallest and the largest value. Bars of whole numbers have whole widths, from a half
+    on."""
+    is_whole = values.dtype.kind != "f"
+    known = values if is_whole else values[np.isfinite(values)]
     if not len(known):
         return None
     low, high = float(known.min()), float(known.max())
-    if low == high:
-        return {"low": low, "high": high, "counts": [len(known)]}
     num_bins = _NUM_BINS
-    if values.dtype.kind != "f" and high - low < _NUM_BINS:
-        num_bins, low, high = int(high - low) + 1, low - 0.5, high + 0.5
+    if is_whole:
+        width = math.ceil((high - low + 1) / _NUM_BINS)
+        num_bins, low = math.ceil((high - low + 1) / width), low - 0.5
+        high = low + num_bins * width
+    elif low == high:
+        return {"low": low, "high": high, "counts": [len(known)]}
     counts, _ = np.histogram(known, bins=num_bins, range=(low, high))
     return {"low": low, "high": high, "counts": counts.tolist()}
 
@@ -195,9 +200,7 @@ def _histogram(values: Array) -> dict[str, Any] | None:
 def counts_of(rows: RolloutRows) -> dict[str, Any]:
     """Return the words that rows have, with how many rows have them."""
     words = rows.vocabulary
-    outcomes, endings = (
-        np.bincount(rows.columns[name], minlength=256).tolist() for name in ("outcome", "ending")
-    )
+    outcomes, endings = (np.bincount(rows.columns[name], minlength=256).tolist() for name in ("outcome", "ending"))
     return {
         "outcomes": {word: outcomes[number] for number, word in enumerate(words.outcomes.all()) if outcomes[number]},
         "endings": {word: endings[number] for number, word in enumerate(words.endings.all()) if endings[number]},
