@@ -120,9 +120,14 @@ def explained(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(
-    tmp_path: Path, algorithm: dict[str, Any], *, kind: str = "single", mask_truncated: bool = False, iterations: int = 1,
+    tmp_path: Path,
+    algorithm: dict[str, Any],
+    *,
+    kind: str = "single",
+    mask_truncated: bool = False,
+    iterations: int = 1,
     width: float = 0.3,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Train on a batch and explain it from its record; return the explanations, after comparing every token."""
     config = {
         "algorithm": algorithm,

@@ -59,8 +59,7 @@ class LearningRules:
 
 
 def batch_size(rows: RolloutRows, step: int, rules: LearningRules, num_loss_tokens: float | None) -> BatchSize | None:
-    """Return what the loss of a step is divided by: from the step's rollouts where all of them are recorded, else as far
-    as its metrics say."""
+    """Return what the loss of a step is divided by: from its rollouts where all are recorded, else from its metrics."""
     rule = rules.rule
     if rule is None:
         return None
@@ -146,7 +145,7 @@ def explain_advantage(rewards: Sequence[float], reward: float, rules: LearningRu
 
 
 def _missing(fields: Fields, rules: LearningRules) -> dict[str, Any]:
-    """Return why there is no gradient (`none`), why it is not known (`unknown`), and what is not part of it (`notes`)."""
+    """Return why there is no gradient (`none`), why it is not known (`unknown`), and what it leaves out (`notes`)."""
     outcome = fields.get("outcome", "trained")
     if outcome != "trained":
         why = "held-out prompts are not trained on" if outcome == "evaluation" else "its group was not trained on"
@@ -170,11 +169,13 @@ def _notes(fields: Fields, rule: LossRule, count: int) -> Sequence[str]:
     notes = []
     if rule.iterations > 1:
         notes.append(
-            f"This is of the first of {rule.iterations} optimizer steps on the batch; the ratios of later ones are not recorded."
+            f"This is of the first of {rule.iterations} optimizer steps on the batch; the ratios of later ones are not "
+            "recorded."
         )
     if rule.kl is not None and numbers_of(fields.get("ref_logprobs"), count) is None:
         notes.append(
-            "The reference’s logprobs were not recorded, so the penalty of the divergence from it is not in these numbers."
+            "The reference’s logprobs were not recorded, so the penalty of the divergence from it is not in these "
+            "numbers."
         )
     if rule.loss.entropy_coefficient > 0:
         notes.append(

@@ -1,4 +1,4 @@
-"""The files that hold a run's rollouts: which there are, and their bytes. Links are not followed, nothing is written."""
+"""The files that hold a run's rollouts: which there are, and their bytes. Links are not followed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _FILE_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _SETTLED_S: Final = 3.0
 """A folder that was changed this recently is listed again: a file system may give two changes one time."""
 _SHARE: Final = 20
-"""Listing a folder that changes takes at most a twentieth of the time."""
+_MANY: Final = 4_000
+"""Listing a folder with more files than this, which changes, takes at most a twentieth of the time."""
 
 Place = tuple[str, int]
 """A file of rollouts: its kind and its step."""
@@ -50,7 +51,7 @@ class RolloutFolder:
         self._run_folder, self._clock = run_folder, clock
         self._seen: tuple[int, int, int] | None = None
         self._listed_at, self._took = 0.0, 0.0
-        self._is_settled = False
+        self._is_settled = self._is_large = False
 
     @property
     def is_there(self) -> bool:
@@ -58,7 +59,7 @@ class RolloutFolder:
         places = (self._run_folder / _FOLDER, self._run_folder / EVAL_SAMPLES)
         return any(os.path.lexists(place) for place in places)
 
-    def list(self) -> Mapping[str, int] | None:
+    def files(self) -> Mapping[str, int] | None:
         """Return the files by name, each with a number that another file of that name does not have. None where the
         folder has not changed since the last call, as far as is known."""
         with self._opened() as handle:
@@ -67,13 +68,13 @@ class RolloutFolder:
                 return {} if was_there else None
             facts, now = os.fstat(handle), self._clock()
             seen = (facts.st_dev, facts.st_ino, facts.st_mtime_ns)
-            is_recent = 0 <= now - self._listed_at < _SHARE * self._took
+            is_recent = self._is_large and 0 <= now - self._listed_at < _SHARE * self._took
             if self._seen is not None and (is_recent or (seen == self._seen and self._is_settled)):
                 return None
             self._seen, self._listed_at = seen, now
             self._is_settled = abs(now - facts.st_mtime) > _SETTLED_S
             files = dict(self._scan(handle))
-            self._took = self._clock() - now
+            self._took, self._is_large = self._clock() - now, len(files) > _MANY
             return files
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 SURROGATES: Final = ("clip", "gspo", "cispo", "sapo", "reinforce")
 INSIDE, CUT_LOW, CUT_HIGH, CUT_DUAL, OUTSIDE = range(5)
-"""What the bounds of the ratio do to a token: nothing; the lower, the upper, or the bound of `dual_clip` acts on it; its
+"""What the bounds of the ratio do to a token: nothing; the lower, the upper, or that of `dual_clip` acts on it; or its
 ratio is outside, and the sign of its advantage keeps the gradient."""
 _LARGEST_LOG: Final = 60.0
 

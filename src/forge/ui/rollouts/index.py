@@ -7,6 +7,7 @@ with more than `MAX_ROWS` lines it has the newest.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ _SLICE_FILES: Final = 256
 _CHUNK: Final = 1 << 21
 _MAX_FILES: Final = 1_000_000
 _ENSURED_SLICES: Final = 32
+_TOLD_AT_LEAST: Final = 500
 _TOLD_EVERY: Final = 1.2
 """While an index is made, pages hear of it whenever it has grown by a fifth."""
 _NUM_GROWING: Final = 2
@@ -168,7 +170,7 @@ class RolloutIndex:
             has_news = self._version != before or (is_done and self._told < 0)
             if not has_news or (not is_done and count < self._told * _TOLD_EVERY):
                 return False
-            self._told = count + 500
+            self._told = count + _TOLD_AT_LEAST
             return True
 
     @property
@@ -213,8 +215,8 @@ class RolloutIndex:
         return self._files.get(EVAL_SAMPLES) if found is None and place == ("evaluation", 0) else found
 
     def read_lines(self, rows: RolloutRows, first: int, last: int, *, limit: int = MAX_LINE) -> bytes:
-        """Return the bytes of rows that follow each other in their file, `limit` of them at most; nothing where the file
-        is another one now."""
+        """Return the bytes of rows that follow each other in their file, `limit` of them at most; nothing where the
+        file is another one now."""
         number, offset = int(rows.columns["file"][first]), int(rows.columns["offset"][first])
         end = int(rows.columns["offset"][last]) + int(rows.columns["length"][last])
         with self._lock:
@@ -236,7 +238,7 @@ class RolloutIndex:
     # ---- Which files there are
 
     def _look(self) -> None:
-        found = self._folder.list()
+        found = self._folder.files()
         if found is not None:
             self._compare(found)
         for file in [file for name in self._unfinished if (file := self._files.get(name)) is not None]:
@@ -264,7 +266,7 @@ class RolloutIndex:
         self._version += bool(gone or added)
 
     def _note_growing(self) -> None:
-        """Note which files may grow: the newest ones that grow group by group, and those with half a line at the end."""
+        """Note which files may grow: the newest ones that do group by group, and those with half a line at the end."""
         steps = sorted(place[1] for file in self._files.values() if (place := file.place)[0] == "fruitless")
         names = {name_of(("fruitless", step)) for step in steps[-_NUM_GROWING:]} | {EVAL_SAMPLES} | self._unfinished
         self._unfinished = {name for name in names if name in self._files}
@@ -343,7 +345,7 @@ class RolloutIndex:
         first = len(self._tables.rows)
         keys = [(row[3], row[4]) for row in rows]
         self._tables.rows.add(rows)
-        is_ordered = all(one <= other for one, other in zip(keys, keys[1:], strict=False))
+        is_ordered = all(one <= other for one, other in itertools.pairwise(keys))
         self._tables.segments.add([(file.number, first, len(rows), is_ordered)])
 
     def _facts(self, line: bytes) -> tuple[Any, ...] | None:

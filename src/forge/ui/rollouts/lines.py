@@ -1,10 +1,11 @@
-"""What the index keeps of one line of rollouts. Lines may be damaged or written by others: nothing in them is trusted."""
+"""What the index keeps of one line of rollouts. Lines may be damaged, or written by others: nothing is trusted."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,7 @@ MAX_LINE: Final = 16 << 20
 NO_VERSION: Final = -(1 << 31)
 _LARGEST: Final = (1 << 31) - 1
 _MAX_NAME: Final = 200
+_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 CUT, FAILED, MIXED, LIMIT, TOOL_ERROR, BREAK, FORKED, LOST = (1 << place for place in range(8))
 FLAGS: Final[Mapping[str, int]] = {
@@ -147,8 +149,16 @@ def parse_start(data: bytes) -> Fields:
     try:
         fields = from_json(data, allow_partial="trailing-strings")
     except ValueError:
-        fields = _parse_slowly(data)
+        fields = _parse_start_slowly(data)
     return fields if isinstance(fields, dict) else {}
+
+
+def _parse_start_slowly(data: bytes) -> object:
+    """Parse what has half a character in it, with another character in its place."""
+    try:
+        return from_json(_HALF.sub(rb"\\ufffd", data), allow_partial="trailing-strings")
+    except ValueError:
+        return None
 
 
 def _parse_slowly(line: bytes) -> object:

@@ -104,12 +104,11 @@ def all_of(rows: RolloutRows, found: Mapping[str, Array], *, without: str = "") 
 
 
 def _within(rows: RolloutRows, name: str, bounds: Range) -> Array:
-    low, high = bounds
-    if name == "version":
-        is_known = rows.columns["oldest"] != NO_VERSION
-        return is_known & (rows.columns["newest"] >= low) & (rows.columns["oldest"] <= high)
-    values = column(rows, name)
-    return (values >= low) & (values <= high)
+    (low, high), columns = bounds, rows.columns
+    is_version = name == "version"
+    newest, oldest = (columns["newest"], columns["oldest"]) if is_version else (column(rows, name),) * 2
+    found: Array = (newest >= low) & (oldest <= high)
+    return found & (oldest != NO_VERSION) if is_version else found
 
 
 def column(rows: RolloutRows, name: str) -> Array:
@@ -162,12 +161,13 @@ def in_time(rows: RolloutRows, *, newest_first: bool) -> Array:
     by_time = np.lexsort((np.arange(len(files)), kinds, steps))
     counts = segments["count"][by_time].astype(np.int64)
     starts = segments["first"][by_time] - (np.cumsum(counts) - counts)
-    order = np.repeat(starts, counts) + np.arange(count)
+    order: Array = np.repeat(starts, counts) + np.arange(count)
     if rows.is_ordered:
         return order
     in_file = rows.columns["file"][order]
     keys = (rows.columns["index"][order], rows.columns["group"][order], sign * rows.kinds[in_file])
-    return order[np.lexsort((*keys, sign * rows.steps[in_file]))]
+    in_files: Array = order[np.lexsort((*keys, sign * rows.steps[in_file]))]
+    return in_files
 
 
 # ---- What there is ---------------------------------------------------------------------------------------------------

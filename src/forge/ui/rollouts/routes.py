@@ -40,7 +40,7 @@ def add_rollouts(app: web.Application, hub: Hub, find_run: FindRun, whole: Whole
             whole(request, "limit", default=50, low=1, high=MAX_LIMIT),
             None if not at else SampleName.of(at, parameter="at"),
         )
-        return await answer(lambda: run.rollouts.list(filters, sort, window))
+        return await answer(lambda: run.rollouts.find(filters, sort, window))
 
     async def sample(request: web.Request) -> web.Response:
         run, name = await find_run(request), _name(request)

@@ -1,5 +1,6 @@
-"""Search in the texts of rollouts: prompts, messages, completions, tool calls. There is no index of words: the lines are
-read again, in small parts, newest steps first, until all are searched or nobody asks any more.
+"""Search in the texts of rollouts: prompts, messages, completions, tool calls.
+
+There is no index of words: the lines are read again, in small parts, until all are searched or nobody asks any more.
 
 Most lines are passed over by a search of their bytes. Those in which the bytes are found are parsed, because they may
 stand in something that is not text of the rollout.
@@ -32,8 +33,9 @@ class TextSearch:
     def __init__(self, index: RolloutIndex, text: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._index, self._clock = index, clock
         self._text = text.lower()
-        self._bytes = json.dumps(self._text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace")
-        self._is_ascii = self._text.isascii()
+        escaped = json.dumps(self._text, ensure_ascii=False)[1:-1]
+        self._forms = tuple(dict.fromkeys((escaped, self._text)))
+        """How it may stand in a line: arguments of tool calls are not text in it, and are shown as they stand there."""
         self._lock = threading.Lock()
         self._generation = -1
         self._known = np.zeros(0, np.uint8)
@@ -74,16 +76,19 @@ class TextSearch:
 
     def _candidates(self, data: bytes, starts: Array, ends: Array) -> Iterator[int]:
         """Yield the lines whose bytes have the text somewhere."""
-        if not self._is_ascii:
+        if not self._text.isascii():
             for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-                if self._bytes.decode() in data[start:end].decode("utf-8", "replace").lower():
+                line = data[start:end].decode("utf-8", "replace").lower()
+                if any(form in line for form in self._forms):
                     yield number
             return
-        lower, at = data.lower(), 0
-        while (at := lower.find(self._bytes, at)) >= 0:
-            number = int(np.searchsorted(starts, at, "right")) - 1
-            yield number
-            at = int(ends[number])
+        lower = data.lower()
+        for form in self._forms:
+            at, text = 0, form.encode()
+            while (at := lower.find(text, at)) >= 0:
+                number = int(np.searchsorted(starts, at, "right")) - 1
+                yield number
+                at = int(ends[number])
 
 
 def _runs(rows: RolloutRows, chosen: Array) -> Iterator[tuple[int, int]]:

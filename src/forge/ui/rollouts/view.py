@@ -85,7 +85,7 @@ class RolloutView:
 
     # ---- A list
 
-    def list(self, filters: Filters, sort: str, window: Window) -> dict[str, Any]:
+    def find(self, filters: Filters, sort: str, window: Window) -> dict[str, Any]:
         """Return a part of the rollouts that pass the filters, in an order, with what there is in all."""
         rows = self._rows()
         if window.at is not None:
@@ -173,7 +173,7 @@ class RolloutView:
     def sample(self, name: SampleName, *, limit: int, metric: Metric) -> dict[str, Any] | None:
         """Return a sample with at most `limit` tokens, its group, and what it was learned from; None where it is not
         there."""
-        rows, row = self._find(name)
+        rows, row = self._locate(name)
         fields = None if row is None else self.index.read_fields(rows, row)
         if row is None or fields is None:
             return None
@@ -190,11 +190,12 @@ class RolloutView:
 
     def group(self, name: SampleName, *, metric: Metric) -> dict[str, Any] | None:
         """Return the members of a sample's group, each as `sample` does; None where it is not there."""
-        rows, row = self._find(name)
+        rows, row = self._locate(name)
         if row is None:
             return None
         members = self._members(rows, name)
-        shown, left = [], _MAX_GROUP_BYTES
+        shown: list[dict[str, Any]] = []
+        left = _MAX_GROUP_BYTES
         limit = max(64, _MAX_GROUP_TOKENS // max(1, min(len(members), MAX_MEMBERS)))
         for each in members[:MAX_MEMBERS]:
             left -= int(rows.columns["length"][each])
@@ -204,7 +205,7 @@ class RolloutView:
                 shown.append(self._shown(rows, own, fields, limit=limit, metric=metric))
         return {"members": shown, "numMembers": len(members), "maskTruncated": self._learning()[1]}
 
-    def _find(self, name: SampleName) -> tuple[RolloutRows, int | None]:
+    def _locate(self, name: SampleName) -> tuple[RolloutRows, int | None]:
         rows = self._rows()
         row = rows.find(name.place, name.group, name.index)
         if row is None:
@@ -217,7 +218,8 @@ class RolloutView:
         """Return the rows of a group, in the order of its members."""
         found = rows.of_file(name.place)
         found = found[rows.columns["group"][found] == name.group]
-        return found[np.argsort(rows.columns["index"][found], kind="stable")]
+        members: Array = found[np.argsort(rows.columns["index"][found], kind="stable")]
+        return members
 
     def _member(self, rows: RolloutRows, row: int) -> dict[str, Any]:
         columns = rows.columns
@@ -261,7 +263,7 @@ def _placed(rows: RolloutRows, order: Array, window: Window) -> tuple[int, int |
     if window.at is None:
         return min(window.offset, max(0, len(order) - 1)) // window.limit * window.limit, None
     row = rows.find(window.at.place, window.at.group, window.at.index)
-    places = [] if row is None else np.flatnonzero(order == row)
+    places: Array = np.flatnonzero(order == (-1 if row is None else row))
     if not len(places):
         return window.offset // window.limit * window.limit, None
     return int(places[0]) // window.limit * window.limit, int(places[0])
