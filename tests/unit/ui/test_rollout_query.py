@@ -96,7 +96,7 @@ TESTS: dict[str, tuple[dict[str, str], Callable[[Fields], bool]]] = {
     "tool": ({"tool": "lookup"}, lambda line: bool(line.get("turns"))),
     "another tool": ({"tool": "search"}, lambda line: False),
     "prompt": ({"prompt": "arithmetic:0:4"}, lambda line: line["prompt_id"] == "arithmetic:0:4"),
-    "several": ({"reward": "1~", "step": "~4", "outcome": "trained"}, lambda line: line["reward"] >= 1 and line["step"] <= 4),
+    "several": ({"reward": "1~", "step": "~4"}, lambda line: line["reward"] >= 1 and line["step"] <= 4),
 }  # fmt: skip
 
 
@@ -195,7 +195,11 @@ def test_filters_that_have_no_meaning_are_refused(given: dict[str, str], paramet
 
 
 @pytest.mark.parametrize(
-    "text", ["", "step", "step.1.2", "step.1.2.3.4", "other.1.2.3", "step.-1.2.3", "step.1.x.3", "step.1.2." + "9" * 30, "step.١.2.3"]
+    "text",
+    [
+        "", "step", "step.1.2", "step.1.2.3.4", "other.1.2.3", "step.-1.2.3", "step.1.x.3", "step.1.2." + "9" * 30,
+        "step.١.2.3",
+    ],
 )  # fmt: skip
 def test_names_of_samples_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -217,9 +221,9 @@ def searched(index: RolloutIndex, rows: RolloutRows, text: str) -> set[int]:
 @pytest.mark.parametrize(
     "text",
     [
-        "größe", "GRÖSSE", "🙂", "check AGAIN", "arithmetic:0:4", "17 + 25", "it is 42", "17+25", "lookup", "it has no end",
-        "<|im_end|>", "<think>", "no completion has this", "token_ids", "logprobs", '": "', "e", "\n the result is", "\\n",
-        'a "quoted" text', "-0.1", "trained", "all of it again", "assistant", "user",
+        "größe", "GRÖßE", "🙂", "check AGAIN", "arithmetic:0:4", "17 + 25", "it is 42", "17+25", "lookup",
+        "it has no end", "<|im_end|>", "<think>", "no completion has this", "token_ids", "logprobs", '": "', "e",
+        "\n the result is", "\\n", 'a "quoted" text', "-0.1", "trained", "all of it again", "assistant", "user",
     ],
 )  # fmt: skip
 def test_search_finds_what_the_texts_have_and_nothing_else(found: Index, text: str) -> None:

@@ -18,6 +18,7 @@ MAX_LIMIT: Final = 200
 MAX_TOKENS: Final = 131_072
 """Tokens of a sample that a page can ask for."""
 _TOKENS: Final = 8_192
+_FEWEST: Final = 64
 
 FindRun = Callable[[web.Request], Awaitable[LiveRun]]
 Whole = Callable[..., int]
@@ -44,7 +45,7 @@ def add_rollouts(app: web.Application, hub: Hub, find_run: FindRun, whole: Whole
 
     async def sample(request: web.Request) -> web.Response:
         run, name = await find_run(request), _name(request)
-        limit = whole(request, "tokens", default=_TOKENS, low=1, high=MAX_TOKENS)
+        limit = whole(request, "tokens", default=_TOKENS, low=_FEWEST, high=MAX_TOKENS)
         return await answer(lambda: _there(run.rollouts.sample(name, limit=limit, metric=run.metric_at)))
 
     async def group(request: web.Request) -> web.Response:
