@@ -14,7 +14,7 @@ class RolloutsView {
     Object.assign(this, { run, found: null, chosen: null, samples: new Map(), asked: 0, isAsking: false, isStale: false, offset: 0, version: null, onResize });
     this.wanted = place.query.get('sample') || '';
     this.isAbreast = place.query.get('side') === '1';
-    this.filters = new RolloutFilters(readFilters(place.query), () => { this.offset = 0; this.box.scrollTop = 0; this.load(); });
+    this.filters = new RolloutFilters(readFilters(place.query), () => this.search());
     this.count = make('p', { class: 'help', role: 'status', 'data-test': 'count' });
     this.body = make('tbody', {});
     const head = ['Step', 'Completion', 'Reward', 'Adv.', 'Tokens'].map((text, at) => make('th', { scope: 'col', class: `col${at}`, text }));
@@ -58,6 +58,14 @@ class RolloutsView {
     this.load({ isQuiet: true });
   }
 
+  // The filters are others: the first of what is found is shown, unless the chosen one is among it.
+  search() {
+    this.offset = 0;
+    this.box.scrollTop = 0;
+    this.isFresh = true;
+    this.load();
+  }
+
   // ---- Asking ----------------------------------------------------------------------------------------------------
 
   // Asks for the list. A later question makes the answers to earlier ones void; a quiet one waits for its turn.
@@ -96,10 +104,12 @@ class RolloutsView {
     this.offset = found.offset;
     this.filters.hear(found);
     this.renderCount();
+    const isElsewhere = this.isFresh && found.rows.length > 0 && !found.rows.some(({ name }) => name === this.chosen);
+    if (isElsewhere || found.searched >= 1) this.isFresh = false;
     if (this.wanted) {
       this.choose(this.wanted, { isNew: false });
       this.wanted = '';
-    } else if (!this.chosen && found.rows.length) this.choose(found.rows[0].name, { isNew: false });
+    } else if ((!this.chosen || isElsewhere) && found.rows.length) this.choose(found.rows[0].name, { isNew: false });
     else if (!this.chosen && !found.rows.length) this.detail.empty(found);
     this.renderList();
   }
