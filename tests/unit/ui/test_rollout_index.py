@@ -6,7 +6,6 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,9 @@ from agent_folders import make_agent_groups
 from forge.config import RecordConfig
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.signal import NoSignalGroup
-from forge.ui.rollouts import index as index_module
 from forge.ui.rollouts.columns import Columns
 from forge.ui.rollouts.files import RolloutFolder, name_of, place_of
-from forge.ui.rollouts.index import RolloutIndex, RolloutRows
+from forge.ui.rollouts.index import CELLS_PER_ROW, MAX_ROWS, IndexLimits, RolloutIndex, RolloutRows
 from forge.ui.rollouts.lines import FLAGS, MAX_LINE, NO_VERSION, Vocabulary, Words, facts_of, parse_line, parse_start
 from forge.ui.rollouts.query import in_time, name_row
 from run_folders import decode, make_groups, trainer_logprobs, write_rollouts
@@ -188,10 +186,9 @@ def test_text_with_half_a_character_is_read(tmp_path: Path) -> None:
     assert parse_start(line[: line.index(b"token_ids")])["step"] == 1
 
 
-def test_the_newest_steps_are_read_first_and_one_that_is_asked_for_at_once(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(index_module, "_SLICE_FILES", 2)
+def test_the_newest_steps_are_read_first_and_one_that_is_asked_for_at_once(tmp_path: Path) -> None:
     write_rollouts(tmp_path, range(1, 21), num_groups=1, group_size=2)
-    index = RolloutIndex(tmp_path)
+    index = RolloutIndex(tmp_path, limits=IndexLimits(slice_files=2))
     index.advance()
     assert set(index.rows().step_column().tolist()) == {19, 20}
     assert 0 < index.rows().progress < 0.2
@@ -203,11 +200,9 @@ def test_the_newest_steps_are_read_first_and_one_that_is_asked_for_at_once(tmp_p
     assert names(whole(index)) == expected(tmp_path)
 
 
-def test_what_is_told_to_pages_while_it_is_made_is_little(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(index_module, "_SLICE_FILES", 1)
-    monkeypatch.setattr(index_module, "_TOLD_AT_LEAST", 10)
+def test_what_is_told_to_pages_while_it_is_made_is_little(tmp_path: Path) -> None:
     write_rollouts(tmp_path, range(1, 101), num_groups=1, group_size=2)
-    index = RolloutIndex(tmp_path)
+    index = RolloutIndex(tmp_path, limits=IndexLimits(slice_files=1, told_rows=10))
     told = [index.advance()]
     while not index.is_complete:
         told.append(index.advance())
@@ -218,7 +213,7 @@ def test_what_is_told_to_pages_while_it_is_made_is_little(tmp_path: Path, monkey
 
 def test_of_more_lines_than_fit_the_newest_are_kept(tmp_path: Path) -> None:
     write_rollouts(tmp_path, range(1, 51), num_groups=1, group_size=2)
-    index = RolloutIndex(tmp_path, max_rows=40)
+    index = RolloutIndex(tmp_path, limits=IndexLimits(max_rows=40))
     rows = whole(index)
     assert rows.is_cut
     assert len(rows) <= 40
@@ -238,10 +233,10 @@ def test_of_more_lines_than_fit_the_newest_are_kept(tmp_path: Path) -> None:
 def test_the_memory_of_a_line_is_as_the_guide_says(tmp_path: Path) -> None:
     write_rollouts(tmp_path, range(1, 11))
     rows = whole(RolloutIndex(tmp_path))
-    assert sum(column.itemsize for column in rows.columns.values()) == 88 == 4 * index_module.CELLS_PER_ROW
+    assert sum(column.itemsize for column in rows.columns.values()) == 88 == 4 * CELLS_PER_ROW
     guide = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "ui.md").read_text()
     assert "88 bytes" in guide
-    assert f"{index_module.MAX_ROWS / 1e6:g} million" in guide
+    assert f"{MAX_ROWS / 1e6:g} million" in guide
     assert f"{MAX_LINE >> 20} MB" in guide
 
 

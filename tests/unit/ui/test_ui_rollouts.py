@@ -16,9 +16,9 @@ from episodes import with_turn
 from forge.config import RecordConfig
 from forge.rollout.record import RolloutRecorder
 from forge.ui.live_run import LiveRun
-from forge.ui.rollouts import index as index_module
-from forge.ui.rollouts import view as view_module
-from forge.ui.rollouts.view import RolloutView
+from forge.ui.rollouts.index import CELLS_PER_ROW, IndexLimits, RolloutIndex
+from forge.ui.rollouts.query import Filters, SampleName
+from forge.ui.rollouts.view import GroupLimits, RolloutView, Window
 from run_folders import decode, make_groups, make_grpo_run, trainer_logprobs, write_metrics, write_other_rollouts
 from ui_serving import Client, ui_client
 
@@ -128,7 +128,7 @@ def test_a_long_sample_is_cut(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path / "rollouts", decode=decode, config=RecordConfig(), resume_step=None)
     recorder.write(1, [replace(group, episodes=(replace(long, ref_logprobs=None), group.episodes[1]))])
     view = RolloutView(tmp_path)
-    found = view.sample(view_module.SampleName(("step", 1), 0, 0), limit=100, metric=lambda name, step: None)
+    found = view.sample(SampleName(("step", 1), 0, 0), limit=100, metric=lambda name, step: None)
     assert found is not None
     assert (len(found["item"]["pieces"]), len(found["gradient"]["tokens"]["pull"])) == (100, 100)
     assert found["item"]["numTokens"] == len(ids) > 300
@@ -192,16 +192,15 @@ def test_a_page_hears_of_rollouts_once_it_has_asked_for_them(tmp_path: Path) -> 
     with_ui(tmp_path, body)
 
 
-def test_an_index_in_the_making_answers_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_SLICE_FILES", 2)
-    make_grpo_run(tmp_path / "run", num_steps=20)
-    view = RolloutView(tmp_path / "run")
-    filters, window = view_module.Filters(), view_module.Window()
+def test_an_index_in_the_making_answers_with_what_it_has(tmp_path: Path) -> None:
+    folder = make_grpo_run(tmp_path / "run", num_steps=20)
+    view = RolloutView(folder, index=RolloutIndex(folder, limits=IndexLimits(slice_files=2)))
+    filters, window = Filters(), Window()
     first = view.find(filters, "newest", window)
     assert (first["numRows"], first["progress"]) == (16, 0.1)
-    linked = view.find(filters, "newest", replace(window, at=view_module.SampleName(("step", 5), 9, 3)))
+    linked = view.find(filters, "newest", replace(window, at=SampleName(("step", 5), 9, 3)))
     assert (linked["at"], linked["numRows"]) == (23, 24)
-    sample = view.sample(view_module.SampleName(("step", 3), 5, 0), limit=10, metric=lambda name, step: None)
+    sample = view.sample(SampleName(("step", 3), 5, 0), limit=10, metric=lambda name, step: None)
     assert sample is not None
     assert sample["item"]["step"] == 3
 
@@ -243,20 +242,15 @@ def test_nothing_is_written_into_the_folder_of_a_run(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_a_large_group_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_module, "MAX_MEMBERS", 3)
-    monkeypatch.setattr(view_module, "_MAX_GROUP_TOKENS", 3 * 64)
+def test_a_large_group_is_cut(tmp_path: Path) -> None:
     groups = make_groups(1, num_groups=1, group_size=6)
     recorder = RolloutRecorder(tmp_path / "rollouts", decode=decode, config=RecordConfig(), resume_step=None)
     recorder.write(1, groups, trainer_logprobs(groups))
-    view = RolloutView(tmp_path)
-    found = view.group(view_module.SampleName(("step", 1), 0, 5), metric=lambda name, step: None)
-    assert found is not None
-    assert (found["numMembers"], len(found["members"])) == (6, 3)
-    monkeypatch.setattr(view_module, "_MAX_GROUP_BYTES", 1)
-    found = view.group(view_module.SampleName(("step", 1), 0, 5), metric=lambda name, step: None)
-    assert found is not None
-    assert len(found["members"]) == 1  # one is always shown
+    for limits, expected in ((GroupLimits(max_members=3), 3), (GroupLimits(max_bytes=1), 1)):  # one is always shown
+        view = RolloutView(tmp_path, limits=limits)
+        found = view.group(SampleName(("step", 1), 0, 5), metric=lambda name, step: None)
+        assert found is not None
+        assert (found["numMembers"], len(found["members"])) == (6, expected)
 
 
 def test_lists_and_searches_that_are_kept_are_few(tmp_path: Path) -> None:
@@ -264,9 +258,9 @@ def test_lists_and_searches_that_are_kept_are_few(tmp_path: Path) -> None:
     view = RolloutView(tmp_path / "run")
     for number in range(30):
         view.find(
-            view_module.Filters(text=f"text {number}", ranges=(("step", (0.0, number)),)),
+            Filters(text=f"text {number}", ranges=(("step", (0.0, number)),)),
             "newest",
-            view_module.Window(),
+            Window(),
         )
     assert len(view._lists) <= 4
     assert len(view._searches) <= 4
@@ -279,7 +273,7 @@ def test_rollouts_count_in_the_memory_of_a_run(tmp_path: Path) -> None:
         pass
     before = run.num_cells
     run.rollouts.index.advance()
-    assert run.num_cells - before == 24 * index_module.CELLS_PER_ROW
+    assert run.num_cells - before == 24 * CELLS_PER_ROW
     assert run.metric_at("train/grad_norm", 2) is not None
     for name, step in (("train/grad_norm", 9), ("train/grad_norm", 0), ("train/none", 2)):
         assert run.metric_at(name, step) is None

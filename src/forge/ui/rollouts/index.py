@@ -27,16 +27,28 @@ CELLS_PER_ROW: Final = 22
 """What a line takes in memory, in numbers of 4 bytes."""
 _KEPT: Final = 0.9
 """How much is kept of an index that became too large."""
-_SLICE_BYTES: Final = 6 << 20
-_SLICE_FILES: Final = 256
-"""What one call of `advance` reads at most, unless a single line is longer."""
 _CHUNK: Final = 1 << 21
 _MAX_FILES: Final = 1_000_000
 _ENSURED_SLICES: Final = 32
-_TOLD_AT_LEAST: Final = 500
 _TOLD_EVERY: Final = 1.2
 """While an index is made, pages hear of it whenever it has grown by a fifth."""
 _NUM_GROWING: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLimits:
+    """Bounds of an index.
+
+    Attributes:
+        max_rows: lines that are kept; of more the newest.
+        slice_files, slice_bytes: what one call of `advance` reads at most, unless a single line is longer.
+        told_rows: by how many lines an index that is being made has grown at least when pages hear of it.
+    """
+
+    max_rows: int = MAX_ROWS
+    slice_files: int = 256
+    slice_bytes: int = 6 << 20
+    told_rows: int = 500
 
 
 @dataclass(slots=True)
@@ -136,9 +148,9 @@ class _Tables:
 class RolloutIndex:
     """Follows the rollouts of one run once it is opened. All methods may be called from any thread."""
 
-    def __init__(self, run_folder: Path, *, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, run_folder: Path, *, limits: IndexLimits | None = None) -> None:
         self._folder = RolloutFolder(run_folder)
-        self._max_rows = max_rows
+        self._limits = limits or IndexLimits()
         self._lock = threading.Lock()
         self._tables, self._words = _Tables(), Vocabulary.empty()
         self._files: dict[str, _File] = {}
@@ -170,7 +182,7 @@ class RolloutIndex:
             has_news = self._version != before or (is_done and self._told < 0)
             if not has_news or (not is_done and count < self._told * _TOLD_EVERY):
                 return False
-            self._told = count + _TOLD_AT_LEAST
+            self._told = count + self._limits.told_rows
             return True
 
     @property
@@ -289,7 +301,7 @@ class RolloutIndex:
     # ---- Reading them
 
     def _read_some(self) -> None:
-        left_bytes, left_files = _SLICE_BYTES, _SLICE_FILES
+        left_bytes, left_files = self._limits.slice_bytes, self._limits.slice_files
         while self._waiting and left_bytes > 0 and left_files > 0:
             file = self._waiting[-1]
             left_files -= 1
@@ -298,7 +310,7 @@ class RolloutIndex:
                 self._waiting.pop()
             left_bytes -= abs(count)
             self._version += 1
-            if len(self._tables.rows) > self._max_rows:
+            if len(self._tables.rows) > self._limits.max_rows:
                 self._make_room()
 
     def _read(self, file: _File) -> int:
@@ -355,7 +367,7 @@ class RolloutIndex:
     def _make_room(self) -> None:
         """Leave out the oldest files."""
         counts = np.bincount(self._tables.rows["file"], minlength=len(self._tables.files))
-        left = len(self._tables.rows) - int(_KEPT * self._max_rows)
+        left = len(self._tables.rows) - int(_KEPT * self._limits.max_rows)
         gone = []
         for file in sorted((file for file in self._files.values() if counts[file.number]), key=lambda file: file.order):
             if left <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,11 +34,9 @@ from forge.ui.run_summary import read_settings
 
 SEARCH_S: Final = 0.25
 """How long one request searches. The page asks again until all is searched."""
-MAX_MEMBERS: Final = 32
-"""Members of a group whose tokens are shown side by side."""
-_MAX_GROUP_TOKENS: Final = 60_000
 _MAX_CHARACTERS: Final = 1_000_000
-_MAX_GROUP_BYTES: Final = 48 << 20
+_MAX_COMPARED: Final = 1024
+"""Members of a group whose rewards explain an advantage."""
 _SNIPPET_BYTES: Final = 1 << 15
 _SNIPPET: Final = 200
 _NUM_LISTS: Final = 4
@@ -46,6 +44,15 @@ _NUM_SEARCHES: Final = 4
 
 Metric = Callable[[str, int], float | None]
 """Returns what a metric was at a step; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What is shown of a group side by side: members, tokens of all of them, and bytes of lines that are read."""
+
+    max_members: int = 32
+    max_tokens: int = 60_000
+    max_bytes: int = 48 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,8 @@ class _List:
 class RolloutView:
     """The rollouts of one run. All methods may be called from any thread."""
 
-    def __init__(self, folder: Path, *, index: RolloutIndex | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, index: RolloutIndex | None = None, limits: GroupLimits | None = None) -> None:
+        self._folder, self._limits = folder, limits or GroupLimits()
         self.index = index or RolloutIndex(folder)
         self._lock = threading.Lock()
         self._lists: OrderedDict[tuple[int, Filters, str], _List] = OrderedDict()
@@ -180,12 +187,11 @@ class RolloutView:
         members = self._members(rows, name)
         rewards = [float(rows.columns["reward"][each]) for each in members]
         reward = float(rows.columns["reward"][row])
-        rules, is_masking = self._learning()
         return {
             **self._shown(rows, name, fields, limit=limit, metric=metric),
-            "maskTruncated": is_masking,
+            "maskTruncated": self._learning()[1],
             "group": [self._member(rows, each) for each in members],
-            "advantageFrom": explain_advantage(rewards, reward, rules) if len(members) <= MAX_MEMBERS * 8 else None,
+            "advantageFrom": self._advantage(rewards, reward) if name.place[0] == "step" else None,
         }
 
     def group(self, name: SampleName, *, metric: Metric) -> dict[str, Any] | None:
@@ -193,17 +199,20 @@ class RolloutView:
         rows, row = self._locate(name)
         if row is None:
             return None
-        members = self._members(rows, name)
+        members, limits = self._members(rows, name), self._limits
         shown: list[dict[str, Any]] = []
-        left = _MAX_GROUP_BYTES
-        limit = max(64, _MAX_GROUP_TOKENS // max(1, min(len(members), MAX_MEMBERS)))
-        for each in members[:MAX_MEMBERS]:
+        left = limits.max_bytes
+        limit = max(64, limits.max_tokens // max(1, min(len(members), limits.max_members)))
+        for each in members[: limits.max_members]:
             left -= int(rows.columns["length"][each])
             fields = self.index.read_fields(rows, int(each)) if left > 0 or not shown else None
             if fields is not None:
                 own = replace(name, index=int(rows.columns["index"][each]))
                 shown.append(self._shown(rows, own, fields, limit=limit, metric=metric))
         return {"members": shown, "numMembers": len(members), "maskTruncated": self._learning()[1]}
+
+    def _advantage(self, rewards: Sequence[float], reward: float) -> dict[str, Any] | None:
+        return explain_advantage(rewards, reward, self._learning()[0]) if len(rewards) <= _MAX_COMPARED else None
 
     def _locate(self, name: SampleName) -> tuple[RolloutRows, int | None]:
         rows = self._rows()
