@@ -10,8 +10,8 @@ function sampleLink(run, query) {
 }
 
 class RolloutsView {
-  constructor(run, place, { onResize = null } = {}) {
-    Object.assign(this, { run, found: null, chosen: null, samples: new Map(), asked: 0, isAsking: false, isStale: false, offset: 0, version: null, onResize });
+  constructor(run, place) {
+    Object.assign(this, { run, found: null, chosen: null, samples: new Map(), asked: 0, isAsking: false, isStale: false, offset: 0, version: null });
     this.wanted = place.query.get('sample') || '';
     this.isAbreast = place.query.get('side') === '1';
     this.filters = new RolloutFilters(readFilters(place.query), () => this.search());
@@ -48,6 +48,7 @@ class RolloutsView {
     this.filters.take(values);
     this.wanted = sample;
     this.offset = 0;
+    this.isFresh = true;
     this.load({ at: sample });
   }
 
@@ -84,7 +85,7 @@ class RolloutsView {
       found = await ask('rollouts', { run: this.run, ...given, sort: sort || null, offset: this.offset, limit: ROLLOUT_ROWS, at: at || follow || null });
     } catch (error) {
       if (number !== this.asked || this.isClosed) return;
-      this.isAsking = false;
+      Object.assign(this, { isAsking: false, version: null }); // so that the next news of the server asks again
       this.count.textContent = error instanceof Refusal ? error.message : '';
       return;
     }

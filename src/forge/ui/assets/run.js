@@ -35,6 +35,7 @@ class RunView {
     if (this.isClosed) return;
     this.board = new Board(this.table, { lazy: true });
     this.recall(place.query);
+    this.renderTabs();
     this.renderHead();
     this.renderView(place);
     this.board.listeners.push((board, change) => this.changed(change));
@@ -169,7 +170,9 @@ class RunView {
 
   renderTabs() {
     this.node.dataset.view = this.view;
-    this.tabs.replaceChildren(...Object.entries(VIEWS).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    const { hasRollouts, status } = this.description || {};
+    const isWithout = status?.summary.kind === 'fine-tuning' && !hasRollouts;
+    this.tabs.replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== 'rollouts' || !isWithout || this.view === view).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
   }
 
   // Shows another view of the same run.
@@ -194,8 +197,7 @@ class RunView {
     else if (this.view === 'rollouts') {
       this.part = new RolloutsView(this.id, place);
       this.body.replaceChildren(this.part.node);
-    }
-    else if (this.view === 'configuration') {
+    } else if (this.view === 'configuration') {
       this.part = new ConfigurationView(this.id, this.runs, place);
       this.body.replaceChildren(this.part.node);
     } else this.body.replaceChildren(eventsView(this.description, this.table));

@@ -85,7 +85,7 @@ def explain(fields: Fields, rules: LearningRules, batch: BatchSize | None, *, li
     parts = loss_parts(fields, turns_of(fields))
     own = token_advantages(fields)
     names = ("advantage", "ratio", "bound", "correction", "pull", "penalty", "weight", "gradient")
-    columns: dict[str, list[Any]] = {name: [None] * len(fields["token_ids"]) for name in names}
+    columns: dict[str, list[Any]] = {name: [None] * min(limit, len(fields["token_ids"])) for name in names}
     sequences = []
     for part in parts if fields.get("outcome") == "trained" else ():
         places = part.places()
@@ -100,7 +100,7 @@ def explain(fields: Fields, rules: LearningRules, batch: BatchSize | None, *, li
         "rule": _rule_text(rules),
         "hasWeight": any(each["weight"] is not None for each in sequences),
         "sequences": sequences,
-        "tokens": {name: values[:limit] for name, values in columns.items()},
+        "tokens": columns,
     }
 
 
@@ -208,12 +208,14 @@ def _fill(columns: Mapping[str, list[Any]], places: Any, found: SequenceGradient
         _put(columns[name], places, getattr(found, name))
     _put(columns["weight"], places, np.full(len(places), np.nan if found.weight is None else found.weight))
     _put(columns["gradient"], places, found.total)
-    for place, bound in zip(places.tolist(), found.bound.tolist(), strict=True):
+    shown = places < len(columns["bound"])
+    for place, bound in zip(places[shown].tolist(), found.bound[shown].tolist(), strict=True):
         columns["bound"][place] = BOUND_NAMES[bound]
 
 
 def _put(column: list[Any], places: Any, values: Floats) -> None:
-    for place, value in zip(places.tolist(), values.tolist(), strict=True):
+    shown = places < len(column)
+    for place, value in zip(places[shown].tolist(), values[shown].tolist(), strict=True):
         column[place] = float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 

@@ -16,6 +16,7 @@ from forge.observe.report.samples import describe_episodes
 from forge.observe.report.turns import number
 from forge.ui.rollouts.columns import Array
 from forge.ui.rollouts.explanation import LearningRules, batch_size, explain, explain_advantage
+from forge.ui.rollouts.gradient import BatchSize
 from forge.ui.rollouts.index import RolloutIndex, RolloutRows
 from forge.ui.rollouts.lines import FLAGS, NO_VERSION, Fields, parse_start
 from forge.ui.rollouts.query import (
@@ -37,7 +38,8 @@ SEARCH_S: Final = 0.25
 _MAX_CHARACTERS: Final = 1_000_000
 _MAX_COMPARED: Final = 1024
 """Members of a group whose rewards explain an advantage."""
-_SNIPPET_BYTES: Final = 1 << 15
+_SNIPPET_BYTES: Final = (1 << 15, 1 << 20)
+"""How much is read of a line for the beginning of its text; more where the prompt before it is long."""
 _SNIPPET: Final = 200
 _NUM_LISTS: Final = 4
 _NUM_SEARCHES: Final = 4
@@ -155,7 +157,6 @@ class RolloutView:
         kind, step = rows.place(row)
         columns = {name: column[row].item() for name, column in rows.columns.items()}
         words = rows.vocabulary
-        start = parse_start(self.index.read_lines(rows, row, row, limit=_SNIPPET_BYTES))
         has_versions = columns["oldest"] != NO_VERSION
         return {
             "name": name_row(rows, row),
@@ -172,8 +173,16 @@ class RolloutView:
             "tokens": columns["tokens"],
             "turns": columns["turns"],
             "versions": [columns["oldest"], columns["newest"]] if has_versions else None,
-            "text": _snippet(start),
+            "text": self._snippet(rows, row),
         }
+
+    def _snippet(self, rows: RolloutRows, row: int) -> str:
+        """Return how a completion begins, on one line."""
+        for limit in _SNIPPET_BYTES:
+            text = parse_start(self.index.read_lines(rows, row, row, limit=limit)).get("text")
+            if isinstance(text, str):
+                return " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]
+        return ""
 
     # ---- One sample
 
@@ -188,7 +197,7 @@ class RolloutView:
         rewards = [float(rows.columns["reward"][each]) for each in members]
         reward = float(rows.columns["reward"][row])
         return {
-            **self._shown(rows, name, fields, limit=limit, metric=metric),
+            **self._shown(name, fields, limit=limit, size=self._size(rows, name, metric)),
             "maskTruncated": self._learning()[1],
             "group": [self._member(rows, each) for each in members],
             "advantageFrom": self._advantage(rewards, reward) if name.place[0] == "step" else None,
@@ -202,13 +211,14 @@ class RolloutView:
         members, limits = self._members(rows, name), self._limits
         shown: list[dict[str, Any]] = []
         left = limits.max_bytes
+        size = self._size(rows, name, metric)
         limit = max(64, limits.max_tokens // max(1, min(len(members), limits.max_members)))
         for each in members[: limits.max_members]:
             left -= int(rows.columns["length"][each])
             fields = self.index.read_fields(rows, int(each)) if left > 0 or not shown else None
             if fields is not None:
                 own = replace(name, index=int(rows.columns["index"][each]))
-                shown.append(self._shown(rows, own, fields, limit=limit, metric=metric))
+                shown.append(self._shown(own, fields, limit=limit, size=size))
         return {"members": shown, "numMembers": len(members), "maskTruncated": self._learning()[1]}
 
     def _advantage(self, rewards: Sequence[float], reward: float) -> dict[str, Any] | None:
@@ -240,13 +250,16 @@ class RolloutView:
             "tokens": int(columns["tokens"][row]),
         }
 
-    def _shown(
-        self, rows: RolloutRows, name: SampleName, fields: Fields, *, limit: int, metric: Metric
-    ) -> dict[str, Any]:
+    def _size(self, rows: RolloutRows, name: SampleName, metric: Metric) -> BatchSize | None:
+        """Return what the loss of a sample's step was divided by; None where it was not trained on, or is not known."""
+        kind, step = name.place
+        if kind != "step":
+            return None
+        return batch_size(rows, step, self._learning()[0], metric("train/num_loss_tokens", step))
+
+    def _shown(self, name: SampleName, fields: Fields, *, limit: int, size: BatchSize | None) -> dict[str, Any]:
         kind, step = name.place
         found = describe_episodes([fields], max_tokens=limit, max_characters=_MAX_CHARACTERS)
-        rules, _ = self._learning()
-        size = batch_size(rows, step, rules, metric("train/num_loss_tokens", step)) if kind == "step" else None
         return {
             "name": f"{kind}.{step}.{name.group}.{name.index}",
             "kind": kind,
@@ -254,7 +267,7 @@ class RolloutView:
             "prompts": found.prompts,
             "messages": found.messages,
             "notes": found.notes,
-            "gradient": explain(fields, rules, size, limit=limit),
+            "gradient": explain(fields, self._learning()[0], size, limit=limit),
         }
 
     def _learning(self) -> tuple[LearningRules, bool]:
@@ -276,9 +289,3 @@ def _placed(rows: RolloutRows, order: Array, window: Window) -> tuple[int, int |
     if not len(places):
         return window.offset // window.limit * window.limit, None
     return int(places[0]) // window.limit * window.limit, int(places[0])
-
-
-def _snippet(fields: Fields) -> str:
-    """Return how a completion begins, on one line."""
-    text = fields.get("text")
-    return " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET] if isinstance(text, str) else ""
