@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from forge.observe.report.reading import EVAL_SAMPLES
 
 KINDS: Final = ("fruitless", "step", "evaluation")
 """In the order of time: while a step was prepared, what it learned from, what was asked after it."""
-_FILE: Final = re.compile(r"(fruitless|step|evaluation)_(\d{6,15})\.jsonl")
+_DIGITS: Final = (6, 15)
 _FOLDER: Final = "rollouts"
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -33,10 +32,12 @@ def place_of(name: str) -> Place | None:
     """Return what the name of a file says; None for the name of another file."""
     if name == EVAL_SAMPLES:
         return "evaluation", 0
-    found = _FILE.fullmatch(name)
-    if found is None or name != name_of((found[1], int(found[2]))):
+    kind, _, rest = name.partition("_")
+    digits = rest.removesuffix(".jsonl")
+    if kind not in KINDS or digits == rest or not (digits.isascii() and digits.isdigit()):
         return None
-    return found[1], int(found[2])
+    is_whole = _DIGITS[0] <= len(digits) <= _DIGITS[1] and (len(digits) == _DIGITS[0] or digits[0] != "0")
+    return (kind, int(digits)) if is_whole else None
 
 
 def name_of(place: Place) -> str:

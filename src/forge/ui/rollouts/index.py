@@ -53,20 +53,17 @@ class IndexLimits:
 
 @dataclass(slots=True)
 class _File:
-    """A file of rollouts. `offset` is up to where it is in the index; `inode` which file that was."""
+    """A file of rollouts. `order` is its place in time; `offset` says how much of it is in the index, `inode` which file
+    that was."""
 
     name: str
     number: int
     place: Place
+    order: tuple[int, int]
     mark: int
     inode: int = 0
     offset: int = 0
     is_in_long_line: bool = False
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Its place in time."""
-        return self.place[1], KINDS.index(self.place[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +264,13 @@ class RolloutIndex:
                 del self._files[file.name]
         new = [name for name in found if name not in self._files][: _MAX_FILES - len(self._files)]
         places = [(name, place) for name in new if (place := place_of(name)) is not None]
-        numbers = range(len(self._tables.files), len(self._tables.files) + len(places))
-        self._tables.files.add([(place[1], KINDS.index(place[0])) for _, place in places])
-        added = [_File(name, number, place, found[name]) for number, (name, place) in zip(numbers, places, strict=True)]
+        orders = [(place[1], KINDS.index(place[0])) for _, place in places]
+        numbers = itertools.count(len(self._tables.files))
+        self._tables.files.add(orders)
+        added = [
+            _File(name, number, place, order, found[name])
+            for number, (name, place), order in zip(numbers, places, orders, strict=False)
+        ]
         self._files |= {file.name: file for file in added}
         lowest = self._floor or (-1, -1)
         left = [file for file in self._waiting if file.name in self._files]
