@@ -25,6 +25,8 @@ class RunView {
   }
 
   async begin(place) {
+    if (this.view === 'rollouts') this.renderRollouts(place); // which need nothing of what is asked for here
+    this.isBegun = this.view === 'rollouts';
     try {
       const [description] = await Promise.all([ask('run', { run: this.id }), this.loadTable()]);
       this.description = description;
@@ -46,6 +48,7 @@ class RunView {
   // Shows why there is nothing. A run that has not begun yet is shown when it has.
   refuse(error) {
     this.news?.close();
+    this.part?.close?.();
     this.node.replaceChildren(refused(error));
     document.title = 'TorchForge';
     if (error.status !== 404) return;
@@ -188,16 +191,22 @@ class RunView {
     this.renderView(place);
   }
 
+  renderRollouts(place) {
+    this.part = new RolloutsView(this.id, place);
+    this.body.replaceChildren(this.part.node);
+  }
+
   renderView(place) {
+    const isThere = this.isBegun && this.view === 'rollouts';
+    this.isBegun = false;
+    if (isThere) return;
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
     this.part?.close?.();
     this.part = null;
     if (this.view === 'charts') this.renderChartView();
-    else if (this.view === 'rollouts') {
-      this.part = new RolloutsView(this.id, place);
-      this.body.replaceChildren(this.part.node);
-    } else if (this.view === 'configuration') {
+    else if (this.view === 'rollouts') this.renderRollouts(place);
+    else if (this.view === 'configuration') {
       this.part = new ConfigurationView(this.id, this.runs, place);
       this.body.replaceChildren(this.part.node);
     } else this.body.replaceChildren(eventsView(this.description, this.table));

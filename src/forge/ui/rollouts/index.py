@@ -53,8 +53,8 @@ class IndexLimits:
 
 @dataclass(slots=True)
 class _File:
-    """A file of rollouts. `order` is its place in time; `offset` says how much of it is in the index, `inode` which file
-    that was."""
+    """A file of rollouts. `order` is its place in time; `offset` says how much of it is in the index, and `inode` which
+    file that was."""
 
     name: str
     number: int
