@@ -100,6 +100,11 @@ async def get(http: ClientSession, server: Server, path: str, **parameters: obje
         return await answer.json(content_type=None)
 
 
+async def painted(page: Page) -> float:
+    """Return after how many seconds the browser painted something of its page first."""
+    return float(await page.until(PAINT)) / 1e3
+
+
 async def timed(work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
     began = time.perf_counter()
     found = await work()
@@ -122,11 +127,11 @@ async def metrics_of_ours(folder: Path, size: Size, browser: Path) -> Figures:
     async with started(*command, address=our_address) as server, open_browser(browser) as page:
         await page.open(f"{server.url}/?token={server.token}")
         await page.until("document.querySelector('[data-run]')")
-        found["list_paint_s"] = await page.ask(PAINT) / 1e3
+        found["list_paint_s"] = await painted(page)
         await page.open(f"{server.url}/run/{RUN}", width=1400)
         await page.until("document.querySelectorAll('.chart .line').length > 3")
         found["curves_s"] = await page.ask("performance.now()") / 1e3
-        found["paint_s"] = await page.ask(PAINT) / 1e3
+        found["paint_s"] = await painted(page)
     return found
 
 
@@ -150,8 +155,7 @@ async def metrics_of_tensorboard(folder: Path, size: Size, browser: Path) -> Fig
         found |= {"all_steps_s": time.perf_counter() - began, "memory_mb": server.memory_mb()}
     async with started(*command, address=their_address) as server, open_browser(browser) as page:
         await page.open(f"{server.url}/#timeseries", width=1400)
-        await page.until(PAINT)
-        found["paint_s"] = await page.ask(PAINT) / 1e3
+        found["paint_s"] = await painted(page)
     return found
 
 
@@ -202,7 +206,7 @@ async def _open_rollouts(page: Page, server: Server) -> Figures:
     await page.open(f"{server.url}/run/{RUN}?view=rollouts", width=1400)
     await page.until("document.querySelector('[data-sample]') && document.querySelector('.detail .token')")
     seconds = await page.ask("performance.now()") / 1e3
-    return {"rollout_s": seconds, "paint_s": await page.ask(PAINT) / 1e3}
+    return {"rollout_s": seconds, "paint_s": await painted(page)}
 
 
 async def _queries(http: ClientSession, server: Server, size: Size) -> Figures:

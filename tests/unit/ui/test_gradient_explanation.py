@@ -22,7 +22,7 @@ from forge.rollout.credit import assign_advantages
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.samples import logprobs_by_episode, make_batch
 from forge.types import AgentResult, Batch, Episode, Group, Score, Turn
-from forge.ui.rollouts.explanation import LearningRules, batch_size, explain
+from forge.ui.rollouts.explanation import LearningRules, batch_size, explain, explain_advantage
 from forge.ui.rollouts.index import RolloutIndex
 from forge.ui.rollouts.lines import Fields
 from run_folders import decode, make_groups
@@ -294,6 +294,42 @@ def test_samples_that_were_not_trained_on_have_none(tmp_path: Path) -> None:
     dropped = told_of(first_line(tmp_path, outcome="no_signal", reason="all rewards are 0"), {"preset": "grpo"})
     assert dropped["none"] == "its group was not trained on: all rewards are 0"
     assert dropped["sequences"] == []
+
+
+def test_while_the_critic_is_warmed_up_the_policy_learns_nothing(tmp_path: Path) -> None:
+    line = first_line(tmp_path)
+    for steps, none in ((0, ""), (1, "the critic learned alone in this step (critic.warmup_steps)")):
+        critic = {"warmup_steps": steps}
+        assert told_of(line, {"preset": "ppo"}, critic=critic)["none"] == none
+        assert told_of(line, {"preset": "grpo"}, critic=critic)["none"] == ""
+
+
+def test_how_an_advantage_comes_about_of_a_group(tmp_path: Path) -> None:
+    def of(**advantage: Any) -> dict[str, Any] | None:
+        rules = LearningRules.of({"algorithm": {"advantage": advantage}})
+        return explain_advantage([1.0, 0.0, 0.5, 0.5], 1.0, rules)
+
+    plain = of(scale="group_std", std_ddof=0, epsilon=0.1)
+    assert plain is not None
+    assert plain["value"] == pytest.approx((1 - plain["baseline"]) / (plain["std"] + plain["epsilon"]))
+    assert (plain["baseline"], plain["std"]) == (0.5, pytest.approx(math.sqrt(0.125)))
+    assert of(scale="none") == {
+        "reward": 1.0,
+        "baseline": 0.5,
+        "std": None,
+        "epsilon": 1e-4,
+        "clip": None,
+        "value": 0.5,
+    }
+    for other in (
+        {"whiten": True},
+        {"baseline": "batch_mean"},
+        {"function": "turn"},
+        {"epsilon_place": "floor"},
+        {"gamma": 0.9},
+    ):
+        assert of(**other) is None
+    assert explain_advantage([1.0, math.nan], 1.0, LearningRules.of({"algorithm": {}})) is None
 
 
 def test_a_step_of_which_some_groups_are_recorded_is_divided_by_what_its_metrics_say(tmp_path: Path) -> None:

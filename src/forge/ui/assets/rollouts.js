@@ -5,6 +5,12 @@ const SHOWN_TOKENS = 8192;
 const MOST_TOKENS = 131072;
 const KEPT_SAMPLES = 24;
 
+// The sample that an address names; nothing for what is no name of one.
+function sampleOf(query) {
+  const name = query.get('sample') || '';
+  return /^[a-z]+(\.\d{1,18}){3}$/.test(name) ? name : '';
+}
+
 function sampleLink(run, query) {
   return placeOf(run, { view: 'rollouts', ...query });
 }
@@ -12,7 +18,7 @@ function sampleLink(run, query) {
 class RolloutsView {
   constructor(run, place) {
     Object.assign(this, { run, found: null, chosen: null, samples: new Map(), asked: 0, isAsking: false, isStale: false, offset: 0, version: null });
-    this.wanted = place.query.get('sample') || '';
+    this.wanted = sampleOf(place.query);
     this.isAbreast = place.query.get('side') === '1';
     this.filters = new RolloutFilters(readFilters(place.query), () => this.search());
     this.count = make('p', { class: 'help', role: 'status', 'data-test': 'count' });
@@ -42,7 +48,7 @@ class RolloutsView {
   // Another address of the same view.
   turnTo(place) {
     const values = readFilters(place.query);
-    const sample = place.query.get('sample') || '';
+    const sample = sampleOf(place.query);
     const isSame = ROLLOUT_PARAMETERS.every((name) => values[name] === this.filters.values[name]);
     if (isSame && sample === (this.chosen || '')) return;
     this.filters.take(values);

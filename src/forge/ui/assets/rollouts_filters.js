@@ -79,6 +79,7 @@ class Histogram {
   }
 
   show(found, range) {
+    if (this.from !== null) return; // a range is being chosen
     Object.assign(this, { found, range });
     if (!found) {
       this.svg.replaceChildren();
@@ -118,7 +119,7 @@ class Histogram {
 class RolloutFilters {
   // `onChange()` hears that `values` are others now.
   constructor(values, onChange) {
-    Object.assign(this, { values, onChange, found: null, plots: {}, fields: {} });
+    Object.assign(this, { values, onChange, found: null, plots: {}, fields: {}, flagChips: {}, shownChips: '' });
     this.search = make('input', { type: 'search', value: values.q, placeholder: 'Search prompts, completions, messages, tool calls  ( / )', 'aria-label': 'Search rollouts' });
     this.search.addEventListener('input', () => {
       clearTimeout(this.typing);
@@ -221,14 +222,22 @@ class RolloutFilters {
       const range = readRange(values[name]);
       pair.forEach((field, place) => { if (document.activeElement !== field) field.value = range[place] ?? ''; });
     }
-    const named = (counts, known = {}) => Object.fromEntries(Object.entries(counts || {}).map(([word, count]) => [word, `${known[word] || word} (${count.toLocaleString('en-US')})`]));
+    const named = (words, known) => Object.fromEntries(words.map((word) => [word, known[word] || word]));
     this.outcome.offer({ ...ROLLOUT_OUTCOMES, ...Object.fromEntries(Object.keys(found?.outcomes || {}).filter((word) => !(word in ROLLOUT_OUTCOMES)).map((word) => [word, `– ${word}`])) });
     this.sort.offer(ROLLOUT_SORTS);
-    this.ending.offer({ '': 'any', ...named(found?.endings, { ...ENDS, ...ENDINGS }) });
-    this.tool.offer({ '': 'any', ...Object.fromEntries((found?.tools || []).map((tool) => [tool, tool])) });
+    this.ending.offer({ '': 'any', ...named(Object.keys(found?.endings || {}), { ...ENDS, ...ENDINGS }) });
+    this.tool.offer({ '': 'any', ...named(found?.tools || [], {}) });
     this.tool.node.hidden = !found?.tools.length && !values.tool;
     PLOTTED_RANGES.forEach((name) => this.plots[name].show(found?.histograms[name] || null, readRange(values[name])));
     this.renderFlags();
+    this.renderChips();
+  }
+
+  // Chips are made again only when they are others, so that the focus stays where it is.
+  renderChips() {
+    const key = JSON.stringify(this.chips);
+    if (key === this.shownChips) return;
+    this.shownChips = key;
     const clear = make('button', { type: 'button', class: 'chip', text: 'clear all', on: { click: () => this.clear() } });
     const chips = this.chips.map(([name, text, rest]) => make(
       'button', { type: 'button', class: 'chip', 'aria-label': `Remove the filter ${text}`, on: { click: () => { if (name === 'q') this.search.value = ''; this.change({ [name]: rest || '' }); } } },
@@ -239,14 +248,23 @@ class RolloutFilters {
 
   renderFlags() {
     const chosen = new Set(this.values.flags.split(',').filter((flag) => flag));
-    const shown = Object.entries(ROLLOUT_FLAGS).filter(([flag]) => chosen.has(flag) || this.found?.flags[flag]);
-    this.flags.replaceChildren(...shown.map(([flag, label]) => make(
-      'button', { type: 'button', class: 'chip', 'aria-pressed': String(chosen.has(flag)), on: { click: () => {
-        const others = [...chosen].filter((other) => other !== flag);
-        this.change({ flags: (chosen.has(flag) ? others : [...others, flag]).join(',') });
-      } } },
-      make('span', { text: label }), this.found ? make('b', { text: (this.found.flags[flag] || 0).toLocaleString('en-US') }) : null,
-    )));
-    this.flags.hidden = !shown.length;
+    for (const [flag, label] of Object.entries(ROLLOUT_FLAGS)) {
+      this.flagChips[flag] ||= this.flagChip(flag, label);
+      const [chip, count] = this.flagChips[flag];
+      chip.setAttribute('aria-pressed', String(chosen.has(flag)));
+      count.textContent = this.found ? (this.found.flags[flag] || 0).toLocaleString('en-US') : '';
+      chip.hidden = !chosen.has(flag) && !this.found?.flags[flag];
+    }
+    this.flags.hidden = Object.values(this.flagChips).every(([chip]) => chip.hidden);
+  }
+
+  flagChip(flag, label) {
+    const count = make('b', {});
+    const chip = make('button', { type: 'button', class: 'chip', on: { click: () => {
+      const chosen = this.values.flags.split(',').filter((other) => other);
+      this.change({ flags: (chosen.includes(flag) ? chosen.filter((other) => other !== flag) : [...chosen, flag]).join(',') });
+    } } }, make('span', { text: label }), count);
+    this.flags.append(chip);
+    return [chip, count];
   }
 }

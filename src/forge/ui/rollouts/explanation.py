@@ -32,11 +32,13 @@ _DIGITS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class LearningRules:
-    """What a run's configuration says about learning; `algorithm` is None where it cannot be read."""
+    """What a run's configuration says about learning; `algorithm` is None where it cannot be read. The policy does not
+    learn in the first `warmup_steps` steps."""
 
     algorithm: AlgorithmConfig | None
     rule: LossRule | None
     records_all: bool
+    warmup_steps: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> LearningRules:
@@ -55,7 +57,8 @@ class LearningRules:
             length=length,
             mask_truncated=setting_of(config, "rollout.mask_truncated") is True,
         )
-        return cls(algorithm, rule, setting_of(config, "record.rollouts") in (None, "all"))
+        warmup_steps = _whole(setting_of(config, "critic.warmup_steps")) if algorithm.has_critic else None
+        return cls(algorithm, rule, setting_of(config, "record.rollouts") in (None, "all"), warmup_steps or 0)
 
 
 def batch_size(rows: RolloutRows, step: int, rules: LearningRules, num_loss_tokens: float | None) -> BatchSize | None:
@@ -87,7 +90,7 @@ def explain(fields: Fields, rules: LearningRules, batch: BatchSize | None, *, li
     names = ("advantage", "ratio", "bound", "correction", "pull", "penalty", "weight", "gradient")
     columns: dict[str, list[Any]] = {name: [None] * min(limit, len(fields["token_ids"])) for name in names}
     sequences = []
-    for part in parts if fields.get("outcome") == "trained" else ():
+    for part in () if missing["none"] else parts:
         places = part.places()
         _put(columns["advantage"], places, own[places])
         if rules.rule is None or missing["unknown"]:
@@ -128,7 +131,8 @@ def explain_advantage(rewards: Sequence[float], reward: float, rules: LearningRu
         return None
     section = algorithm.advantage
     is_of_group = section.baseline in ("group_mean", "none") and section.scale in ("group_std", "none")
-    is_plain = section.function == "baseline" and not section.whiten and section.gamma == 1
+    is_plain = section.function == "baseline" and section.epsilon_place == "std"
+    is_plain = is_plain and not section.whiten and section.gamma == 1
     if not (is_of_group and is_plain) or algorithm.charges_tokens or algorithm.distillation.is_used:
         return None
     (values,) = advantages([list(rewards)], section)
@@ -151,6 +155,8 @@ def _missing(fields: Fields, rules: LearningRules) -> dict[str, Any]:
         why = "held-out prompts are not trained on" if outcome == "evaluation" else "its group was not trained on"
         reason = fields.get("reason")
         return {"none": why + (f": {str(reason)[:200]}" if reason else ""), "unknown": "", "notes": []}
+    if fields["step"] <= rules.warmup_steps:
+        return {"none": "the critic learned alone in this step (critic.warmup_steps)", "unknown": "", "notes": []}
     rule, algorithm = rules.rule, rules.algorithm
     if rule is None or algorithm is None:
         return {"none": "", "unknown": "The section algorithm of config.yaml could not be read.", "notes": []}

@@ -41,7 +41,7 @@ function learned(item, name, at) {
   return item.gradient?.tokens[name][at] ?? null;
 }
 
-const GROUPS_OF_BOUNDS = { low: 'lower bound: no gradient', high: 'upper bound: no gradient', dual: 'dual clip: no gradient', outside: 'outside, gradient kept' };
+const GROUPS_OF_BOUNDS = { low: 'lower bound acts', high: 'upper bound acts', dual: 'dual_clip acts', outside: 'outside, not clipped' };
 
 const MODES = [
   { name: 'difference', label: 'trainer − sampler', ranges: [0.05, 0.2, 0.5, 1, 2], has: (item) => item.trainer && item.sampler, value: difference },
