@@ -52,6 +52,11 @@ class Server:
         own = psutil.Process(self.process.pid)
         return sum(each.memory_info().rss for each in (own, *own.children(recursive=True))) / 1e6
 
+    def cpu_s(self) -> float:
+        """CPU time of it and its children so far."""
+        own = psutil.Process(self.process.pid)
+        return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
     def peak_mb(self) -> float:
         """The most that it has occupied."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -123,7 +128,7 @@ async def metrics_of_ours(folder: Path, size: Size, browser: Path) -> Figures:
         page_of = http.get(f"{server.url}/api/events", params={"run": RUN}, headers=server.headers)
         async with page_of:  # what an open page does
             await _until_read(http, server, size)
-        found |= {"all_steps_s": time.perf_counter() - began, "memory_mb": server.memory_mb()}
+        found |= {"all_steps_s": time.perf_counter() - began, "memory_mb": server.memory_mb(), "cpu_s": server.cpu_s()}
     async with started(*command, address=our_address) as server, open_browser(browser) as page:
         await page.open(f"{server.url}/?token={server.token}")
         await page.until("document.querySelector('[data-run]')")
@@ -152,7 +157,7 @@ async def metrics_of_tensorboard(folder: Path, size: Size, browser: Path) -> Fig
     async with started(*command, address=their_address) as server, ClientSession() as http:
         found = {"listening_s": time.perf_counter() - began}
         await _until_served(http, server, size)
-        found |= {"all_steps_s": time.perf_counter() - began, "memory_mb": server.memory_mb()}
+        found |= {"all_steps_s": time.perf_counter() - began, "memory_mb": server.memory_mb(), "cpu_s": server.cpu_s()}
     async with started(*command, address=their_address) as server, open_browser(browser) as page:
         await page.open(f"{server.url}/#timeseries", width=1400)
         found["paint_s"] = await painted(page)
@@ -181,11 +186,11 @@ async def rollouts_of_ours(folder: Path, size: Size, browser: Path) -> Figures:
         await page.open(f"{server.url}/?token={server.token}")
         await page.until("document.querySelector('[data-run]')")
         found = {"memory_before_mb": server.memory_mb()}
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), server.cpu_s()
         found |= {f"first_{name}": value for name, value in (await _open_rollouts(page, server)).items()}
         async with ClientSession() as http:
             await _until_indexed(http, server)
-            found["indexed_s"] = time.perf_counter() - began
+            found["indexed_s"], found["indexed_cpu_s"] = time.perf_counter() - began, server.cpu_s() - cpu
             found["indexed_mb"], found["indexed_peak_mb"] = server.memory_mb(), server.peak_mb()
             found |= {f"again_{name}": value for name, value in (await _open_rollouts(page, server)).items()}
             found |= await _queries(http, server, size)
@@ -241,12 +246,13 @@ async def _searches(http: ClientSession, server: Server, size: Size) -> Figures:
             if found["searched"] >= 1 or (enough is not None and found["numFound"] >= enough):
                 return time.perf_counter() - began, found["numFound"]
 
-    step = size.num_steps // 2
+    step, cpu = size.num_steps // 2, server.cpu_s()
     rare_s, num_rare = await search(NEEDLE.format(step=step), None)
+    cpu = server.cpu_s() - cpu
     assert num_rare == 1, num_rare
     first_s, _ = await search("carry one", 50)
     part_s, _ = await search("largest part", None, step=f"{size.num_steps - size.num_steps // 10}~")
-    return {"search_s": rare_s, "search_page_s": first_s, "search_part_s": part_s}
+    return {"search_s": rare_s, "search_cpu_s": cpu, "search_page_s": first_s, "search_part_s": part_s}
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
@@ -281,6 +287,7 @@ def _bytes(folder: Path) -> dict[str, int]:
 METRICS_ROWS = (
     ("from the command to an address", "listening_s", "s"),
     ("from the command until all steps are served", "all_steps_s", "s"),
+    ("CPU time until then", "cpu_s", "s"),
     ("memory then", "memory_mb", "MB"),
     ("first paint of the run's page, by a new server", "paint_s", "s"),
     ("curves drawn, by a new server", "curves_s", "s"),
@@ -289,6 +296,7 @@ ROLLOUT_ROWS = (
     ("first paint, nothing read yet", "first_paint_s", "s"),
     ("first rollouts and the tokens of one, nothing read yet", "first_rollout_s", "s"),
     ("everything indexed", "indexed_s", "s"),
+    ("CPU time until then", "indexed_cpu_s", "s"),
     ("first paint, everything indexed", "again_paint_s", "s"),
     ("rollouts and the tokens of one, everything indexed", "again_rollout_s", "s"),
     ("another filter", "filtered_s", "s"),
@@ -298,6 +306,7 @@ ROLLOUT_ROWS = (
     ("a sample with its gradient", "sample_s", "s"),
     ("a group side by side", "group_s", "s"),
     ("search for what is there once, in all texts", "search_s", "s"),
+    ("CPU time of that search", "search_cpu_s", "s"),
     ("search for a frequent text, until 50 are found", "search_page_s", "s"),
     ("search in a tenth of the steps", "search_part_s", "s"),
     ("memory before rollouts are asked for", "memory_before_mb", "MB"),

@@ -92,6 +92,7 @@ def test_filters_search_and_order_together(runs: Path) -> None:
             assert row["reward"] >= 1
             assert "Größe" in row["text"]
             assert 10 <= row["step"] <= 30
+        assert sum(found["histograms"]["tokens"]["counts"]) == found["numFound"]
         lengths = [row["tokens"] for row in found["rows"]]
         assert lengths == sorted(lengths, reverse=True)
         prompt = await client.get("/api/rollouts", run="grpo", prompt="arithmetic:0:10", sort="oldest")

@@ -24,7 +24,7 @@ function ratioText(item, rule, at) {
   const whole = rule.kind === 'gspo' ? ', the mean over the whole completion' : '';
   if (rule.proximal === 'trainer') return `trainer / trainer before the step: 1 at its first update${whole}`;
   const [trainer, sampler] = [item.trainer?.[at] ?? null, item.sampler?.[at] ?? null];
-  const own = trainer === null || sampler === null ? '' : `e to the power of ${minus(trainer.toFixed(3))} − ${minus(sampler.toFixed(3))}`;
+  const own = trainer === null || sampler === null ? '' : `exp(${minus(trainer.toFixed(3))} − (${minus(sampler.toFixed(3))}))`;
   return rule.kind === 'gspo' ? `trainer / sampler${whole}${own ? `; of this token alone ${own}` : ''}` : `trainer / sampler, ${own}`;
 }
 

@@ -101,13 +101,17 @@ class RolloutView:
             self.index.ensure(window.at.place)
             rows = self.index.rows()
         found = self._arranged(rows, filters, sort)
-        order, searched = found.order, 1.0
+        order, searched, facts = found.order, 1.0, dict(found.facts)
         if filters.text:
             search = self._search(filters.text.lower())
             search.advance(rows, order, seconds=SEARCH_S)
             known = search.known(rows)[order]
             searched = float((known != UNKNOWN).mean()) if len(order) else 1.0
             order = order[known == YES]
+            if searched >= 1:
+                is_found = np.zeros(len(rows), np.bool_)
+                is_found[order] = True
+                facts["histograms"] = histograms(rows, {"text": is_found})
         offset, at = _placed(rows, order, window)
         return {
             "version": rows.version,
@@ -121,7 +125,7 @@ class RolloutView:
             "offset": offset,
             "at": at,
             "rows": [self._row(rows, int(row)) for row in order[offset : offset + window.limit]],
-            **found.facts,
+            **facts,
         }
 
     def _rows(self) -> RolloutRows:
