@@ -308,6 +308,9 @@ class DyingShelf:
     def release(self, name: str) -> None:
         self.segments.release(name)
 
+    def wait_for(self, name: str, ranges: Any) -> None:
+        self.segments.wait_for(name, ranges)
+
     def mapped(self, name: str) -> Any:
         return self.segments.mapped(name)
 

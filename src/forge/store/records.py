@@ -14,6 +14,8 @@ from forge.store.sharding import Piece, TensorShards
 ALIGN: Final = 256
 """Every piece begins at a multiple of this: good for vector loads, for views as any dtype, and for DMA."""
 
+_RELAY: Final = "relay/"
+
 HEADER: Final = 4096
 """Bytes at the beginning of a segment that hold its stamp."""
 
@@ -188,6 +190,41 @@ class Lease:
     version: Version
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Those of the version's layouts that the reader did not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """A process that gets the bytes of versions from other hosts, once, for all readers on its host."""
+
+    host: str
+    pid: int
+    session: int
+    address: str
+    """Of its data server."""
+
+    def describe(self) -> str:
+        """Describe the process for messages."""
+        return f"pid {self.pid} on host {self.host.split('/')[0]} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a version gets to the readers of a host."""
+
+    relay: Relay
+    """The process on this host that the readers share."""
+    upstreams: tuple[Relay, ...] = ()
+    """Relays of other hosts from which it gets the bytes, the nearest first. Those who hold the version come last."""
+
+
+def relay_label(stamp: int) -> str:
+    """Return the name that stands for all copies of a part in relays, and for their mappings."""
+    return f"{_RELAY}{stamp}"
+
+
+def relayed_stamp(label: str) -> int | None:
+    """Return the stamp of the part that `relay_label` named; None for other names."""
+    return int(label.removeprefix(_RELAY)) if label.startswith(_RELAY) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,242 @@
+"""What a relay holds: parts of versions, or as much of them as readers on its host want, as they arrive."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from forge.errors import StoreError
+from forge.store.intervals import Intervals
+from forge.store.records import HEADER, Relay, SegmentRecord
+from forge.store.relay_sources import NotHere, RelaySources
+from forge.store.segments import Segment, SegmentPool
+from forge.store.transports import Range, batches
+from forge.store.transports.tcp_server import MAX_RANGES
+
+CHUNK_BYTES: Final = 2 << 20
+"""What is asked for at once, and passed on when it is there."""
+NUM_STREAMS: Final = 2
+"""Connections for each part."""
+PASS_ON_S: Final = 2.0
+"""How long another relay waits for bytes that are on their way, before it reads them elsewhere. Less than it stalls."""
+
+
+class NoRoom(StoreError):
+    """The relay's host has too little memory for the bytes that a reader wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a reader asked a relay for: the memory in which it arrives, and how to wait for it."""
+
+    stamp: int
+    segment: str
+    pid: int
+    fd: int
+    ticket: int
+    num_new: int
+    """Bytes that no reader had asked for before."""
+
+
+class RelayCopy:
+    """One part of a version, in memory that readers map while it fills. What is there does not change any more."""
+
+    def __init__(self, segment: Segment, sources: RelaySources) -> None:
+        self.segment, self.sources = segment, sources
+        segment.set_stamp(sources.stamp)
+        self._wanted = self._present = Intervals.of([(0, HEADER)])
+        self._memory = memoryview(segment.map)
+        self._todo: deque[list[Range]] = deque()
+        self._num_working = 0
+        self._tickets: dict[int, Intervals] = {}
+        self._failure: StoreError | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def missing(self, ranges: Intervals) -> int:
+        """Return how many bytes of a set nobody has asked for yet."""
+        return (ranges - self._wanted).num_bytes
+
+    @property
+    def num_coming(self) -> int:
+        """Bytes that were asked for and take no memory yet."""
+        return self._wanted.num_bytes - self._present.num_bytes
+
+    def want(self, ranges: Intervals, ticket: int) -> int:
+        """Have ranges fetched; `wait(ticket)` waits for them. Return how many bytes nobody had asked for before."""
+        with self._changed:
+            self._check_open()
+            new = ranges - self._wanted
+            self._set_wanted(self._wanted | new)
+            self._tickets[ticket] = ranges
+            targets = [(start, self._memory[start : start + size]) for start, size in new]
+            self._todo.extend(batches(targets, batch_bytes=CHUNK_BYTES, batch_ranges=MAX_RANGES))
+            for _ in range(min(NUM_STREAMS - self._num_working, len(self._todo))):
+                threading.Thread(target=self._work, name="forge-relay", daemon=True).start()
+                self._num_working += 1
+        return new.num_bytes
+
+    def wait(self, ticket: int, timeout_s: float) -> int:
+        """Wait until all that was asked for is there, but not longer than this; return how many bytes are missing.
+        Raises `StoreError` if they do not come."""
+        with self._changed:
+            if ticket not in self._tickets:
+                raise StoreError("this process relays nothing under this ticket", value=ticket)
+            try:
+                left = self._wait(self._tickets[ticket], timeout_s)
+            except BaseException:
+                self._tickets.pop(ticket, None)
+                raise
+            if len(left):
+                self._tickets[ticket] = left
+            else:
+                del self._tickets[ticket]
+            return left.num_bytes
+
+    def wait_for(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Wait until ranges are there that another host asks for. `NotHere` if they are not wanted, or take long."""
+        with self._changed:
+            left = self._wait(Intervals.of(ranges), PASS_ON_S)
+        if len(left):
+            raise NotHere("bytes of a version are late", value=left.num_bytes, rule="they come within 2 s")
+
+    def _wait(self, left: Intervals, timeout_s: float) -> Intervals:
+        until = time.monotonic() + timeout_s
+        while True:
+            self._check_open()
+            left = left - self._present
+            if not self._wanted.covers(left):
+                raise self._failure or NotHere("no reader here wants these bytes", value=left.num_bytes)
+            if not len(left) or (remaining_s := until - time.monotonic()) <= 0:
+                return left
+            self._changed.wait(remaining_s)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotHere("a version that is not needed any more was released", path=self.segment.name)
+
+    def _set_wanted(self, wanted: Intervals) -> None:
+        self._wanted = wanted
+        self.segment.num_used = wanted.num_bytes
+
+    # filling
+
+    def _work(self) -> None:
+        """Read chunk after chunk until nothing is left to do."""
+        try:
+            with self.sources.stream() as stream:
+                while (chunk := self._next()) is not None:
+                    stream.read(chunk)
+                    self._arrived(chunk)
+        except StoreError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - raised to the readers that wait
+            self._fail(StoreError(f"a relay failed: {error!r}"))
+
+    def _next(self) -> list[Range] | None:
+        with self._changed:
+            if self._todo:
+                return self._todo.popleft()
+            self._num_working -= 1
+            return None
+
+    def _arrived(self, chunk: Sequence[Range]) -> None:
+        there = Intervals.of((start, len(view)) for start, view in chunk)
+        with self._changed:
+            self._present = self._present | there
+            if not self._wanted.covers(there):  # another stream failed meanwhile
+                self._set_wanted(self._wanted | there)
+            self._changed.notify_all()
+
+    def _fail(self, error: StoreError) -> None:
+        """Raise to all who wait. What is there stays, and the rest may be asked for again."""
+        with self._changed:
+            self._num_working -= 1
+            self._failure = error
+            self._todo.clear()
+            self._set_wanted(self._present)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop. Readers that have mapped the memory keep it."""
+        with self._changed:
+            self._is_closed = True
+            self._todo.clear()
+            self._changed.notify_all()
+        self.sources.close()
+
+
+class RelayCopies:
+    """All that this process relays, by the stamp of the part."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._copies: dict[int, RelayCopy] = {}
+        self._tickets = itertools.count(1)
+        self._guard = threading.Lock()
+
+    def want(
+        self, key: str, parts: Sequence[tuple[SegmentRecord, Intervals]], *, upstreams: Sequence[Relay], secret: bytes
+    ) -> list[Wanted]:
+        """Have bytes of parts fetched, if they are not there. `NoRoom` if there is not enough memory for them."""
+        with self._guard:
+            self._check_room(key, parts)
+            return [
+                self._want(key, record, ranges, RelaySources(record, upstreams, secret)) for record, ranges in parts
+            ]
+
+    def _want(self, key: str, record: SegmentRecord, ranges: Intervals, sources: RelaySources) -> Wanted:
+        copy = self._copies.get(record.stamp)
+        if copy is None:
+            segment = self._pool.create_sparse(f"{key}-relayed", record.size)
+            copy = self._copies[record.stamp] = RelayCopy(segment, sources)
+        ticket = next(self._tickets)
+        num_new = copy.want(ranges, ticket)
+        return Wanted(record.stamp, copy.segment.name, os.getpid(), copy.segment.fd, ticket, num_new)
+
+    def _check_room(self, key: str, parts: Sequence[tuple[SegmentRecord, Intervals]]) -> None:
+        known = self._copies
+        needed = sum(
+            known[record.stamp].missing(ranges) if record.stamp in known else ranges.num_bytes
+            for record, ranges in parts
+        )
+        room = max(0, self._pool.room() - sum(copy.num_coming for copy in known.values()))
+        if needed > room:
+            raise NoRoom(
+                f"{needed / 2**30:.2f} GiB of memory are needed to relay {key!r}, and {room / 2**30:.2f} GiB are left",
+                path=key,
+                value=needed,
+                rule=f"at most {room} bytes",
+                repair="give the host more memory, or publish in bfloat16",
+            )
+
+    def wait(self, stamp: int, ticket: int, timeout_s: float) -> tuple[int, tuple[Relay, ...]]:
+        """Wait for what was asked for; return how many bytes are missing, and the relays that others came from."""
+        copy = self.find(stamp)
+        return copy.wait(ticket, timeout_s), copy.sources.relays_used()
+
+    def find(self, stamp: int) -> RelayCopy:
+        """Return the copy of a part."""
+        with self._guard:
+            copy = self._copies.get(stamp)
+        if copy is None:
+            raise NotHere("this process does not relay this version", value=stamp)
+        return copy
+
+    def drop(self, stamp: int) -> None:
+        """Release the copy of a part, if there is one."""
+        with self._guard:
+            copy = self._copies.pop(stamp, None)
+        if copy is not None:
+            copy.close()
+            self._pool.drop(copy.segment.name)
+
+    def close(self) -> None:
+        for stamp in list(self._copies):
+            self.drop(stamp)
