@@ -46,6 +46,7 @@ PATIENT = ("launcher.heartbeat_timeout_s=60", "launcher.lease_s=120", "launcher.
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _BRIDGE = "switch"
 _BURST_BYTES = 32 * 1024
+_REFILL_S = 0.001
 _LINK_S = 60.0
 _POLL_S = 0.2
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -241,6 +242,12 @@ def _name(number: int) -> str:
     return f"host{number}"
 
 
+def _bucket(mbit: float) -> str:
+    """Return a queue that lets through so much. What it lets through at once must last until it is looked at again."""
+    burst = max(_BURST_BYTES, round(mbit * 1e6 / 8 * _REFILL_S))
+    return f"tbf rate {round(mbit * 1e6)}bit burst {burst} limit {16 * burst}"
+
+
 def _address(number: int) -> str:
     return f"10.77.0.{number}"
 
@@ -292,11 +299,7 @@ class Network:
             (host.namespaces, "eth0", upload_mbit),
             (self._switch, host.port, download_mbit),
         ):
-            qdisc = (
-                f"tbf rate {round(mbit * 1e6)}bit burst {_BURST_BYTES} limit {16 * _BURST_BYTES}"
-                if mbit is not None
-                else "noqueue"
-            )
+            qdisc = "noqueue" if mbit is None else _bucket(mbit)
             _call([*namespaces.enter("--net"), "tc", "qdisc", "replace", "dev", device, "root", *qdisc.split()])
 
     def num_delayed_by_limit(self, host: NetworkHost, *, upload: bool) -> int:

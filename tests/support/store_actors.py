@@ -314,9 +314,8 @@ class DyingShelf:
     def mapped(self, name: str) -> Any:
         return self.segments.mapped(name)
 
-    def create(self, size: int) -> str:
-        created: str = self.segments.create(size)
-        return created
+    def create(self, size: int) -> Any:
+        return self.segments.create(size)
 
 
 def die_after(num_requests: int) -> None:

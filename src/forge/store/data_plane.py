@@ -43,7 +43,7 @@ def on_host(segment: str) -> str:
 
 
 class ServedSegments:
-    """The segments that a data server gives out: this process's own, those that it adopted, and those that it relays."""
+    """The segments that a data server gives out: its process's own, those that it adopted, and those that it relays."""
 
     def __init__(self, pool: SegmentPool, relayed: RelayCopies) -> None:
         self._pool, self._relayed = pool, relayed
@@ -109,18 +109,18 @@ class ServedSegments:
             self._abandoned.append(label)
             return [name for name, its in self._labels.items() if its == label]
 
-    def create(self, size: int) -> str:
+    def create(self, size: int) -> Segment:
         """Return a segment for a publisher that pushes: one that is free again, or a new one."""
         with self._guard:
             for name in self._spares:
                 segment = self._pool.get(name)
                 if segment is not None and size <= segment.size <= 2 * size:
                     self._spares.remove(name)
-                    return name
+                    return segment
         segment = self._pool.create("volume", size)
         with self._guard:
             self._received.add(segment.name)
-        return segment.name
+        return segment
 
     def adopt(self, name: str, *, pid: int, fd: int, size: int) -> int:
         """Hold a segment of a process on this host too; return the descriptor under which others can open it here."""
@@ -208,11 +208,11 @@ class DataPlane:
         self._label(segment, label)
         return held
 
-    def _receive(self, size: int, label: str) -> str:
-        """Return a segment that a remote writer fills."""
-        name = self.segments.create(size)
-        self._label(name, label)
-        return name
+    def _receive(self, size: int, label: str) -> tuple[str, int]:
+        """Return a segment that a remote writer fills, and its descriptor."""
+        made = self.segments.create(size)
+        self._label(made.name, label)
+        return made.name, made.fd
 
     def _label(self, segment: str, label: str) -> None:
         try:
@@ -301,13 +301,14 @@ class DataPlane:
 
     def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder, label: str) -> list[Holder]:
         reader = self._reader(volume.address)
+        name, fd = segment.name, -1
         if volume.host == self._client.host:
-            fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))
-            held = replace(volume, segment=segment.name)
-            return [replace(held, transport="shm", fd=fd, address=""), held]
-        name: str = reader.ask("receive", (segment.size, label))
-        reader.write(name, [(0, memoryview(segment.map)[: record.size])])
-        return [replace(volume, segment=name)]
+            fd = reader.ask("adopt", (name, self._client.pid, segment.fd, segment.size, label))
+        else:
+            name, fd = reader.ask("receive", (segment.size, label))
+            reader.write(name, [(0, memoryview(segment.map)[: record.size])])
+        held = replace(volume, segment=name)
+        return [replace(held, transport="shm", fd=fd, address=""), held]
 
     # getting
 

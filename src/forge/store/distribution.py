@@ -1,8 +1,8 @@
 """Reading a version of another host through the relay of this one, so that each byte comes to the host once.
 
 The reader tells the relay which bytes it needs, maps the memory in which they arrive, and reads them there when all
-have arrived. Where a relay does not work, another process of the host takes its place; where that does not help either, the
-reader gets the bytes directly from those who hold them, and never waits for a relay longer than a few seconds in vain.
+have arrived. Where a relay does not work, another process of the host takes its place; where that does not help either,
+the reader gets the bytes directly from those who hold them. It waits for a relay in vain for a few seconds at most.
 """
 
 from __future__ import annotations
