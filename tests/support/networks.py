@@ -120,6 +120,10 @@ class HostProcess:
         (child,) = psutil.Process(self._entered.pid).children()
         return int(child.pid)
 
+    @property
+    def is_running(self) -> bool:
+        return self._entered.poll() is None
+
     def read_line(self) -> str:
         """Wait for its next line; empty when it has closed its standard output."""
         assert self._entered.stdout is not None
@@ -132,6 +136,8 @@ class HostProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+        if number == signal.SIGCONT:  # nsenter stops when its child stops
+            self._entered.send_signal(number)
 
     def wait(self) -> int:
         """Wait until it has ended and return its exit code, as a shell does: 128 + N after signal N."""

@@ -33,6 +33,11 @@ class Node:
         self.host, self._log = host, log
         self.process: HostProcess = host.start([sys.executable, __file__, bind], env=variables, stderr=log)
 
+    @property
+    def process_id(self) -> int:
+        """Return its process id as its own host sees it."""
+        return int(self.run("pid"))
+
     def start(self, name: str, *args: Any, **options: Any) -> None:
         """Have it do something; `finish` waits for the answer."""
         self.process.write_line(json.dumps([name, args, options]))
@@ -128,6 +133,12 @@ class Commands:
         where = ts.Chunk(dim=int(kind == "columns"), index=index, count=count)
         return {name: ts.At(tensor, where) for name, tensor in self._memory.items()}
 
+    def pid(self) -> int:
+        return os.getpid()
+
+    def let_go(self) -> None:
+        self._kept.clear()
+
     def retire(self, keep: int) -> list[int]:
         self._kept.clear()
         retired: list[int] = asyncio.run(self.weights().retire(keep=keep))
@@ -144,7 +155,7 @@ class Commands:
         return len(copies)
 
     def held(self) -> dict[str, int]:
-        """What this process holds: segments, mappings of segments, connections, and threads of the store."""
+        """What this process holds: segments that it has open, mappings of them, connections, and threads that relay."""
         import gc
         import threading
 
@@ -152,7 +163,7 @@ class Commands:
         files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is_open(fd)]
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
         return {
-            "segments": sum("memfd:forge-" in file for file in files),
+            "segments": len({file for file in files if "memfd:forge-" in file}),
             "mapped": maps.count("memfd:forge-"),
             "sockets": sum(file.startswith("socket:") for file in files),
             "relaying": sum(thread.name == "forge-relay" for thread in threading.enumerate()),

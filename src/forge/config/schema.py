@@ -323,8 +323,8 @@ class StoreConfig(ConfigModel):
     )
     distribution: Literal["auto", "direct"] = Field(
         default="auto",
-        description="How weights get to other hosts: `auto`: once to each host, from one host to the next; `direct`: to "
-        "each process, from the host that published them.",
+        description="How weights get to other hosts. `auto`: once to each host, from one to the next. `direct`: to "
+        "each process, from where they were published.",
     )
 
     @property

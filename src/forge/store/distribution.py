@@ -28,10 +28,9 @@ DISTRIBUTION: Final = "FORGE_STORE_DISTRIBUTION"
 """How readers of this process get versions from other hosts: `auto` or `direct`. Unset: as the run says."""
 _TICK_S: Final = 1.0
 """A relay answers at least so often while a reader waits."""
-_SILENT_S: Final = 10.0
-"""A relay to which no byte has come for so long is not waited for any more."""
-_SLOW_S: Final = 2.0
-"""After so long, and then after twice the time, a reader compares its relay with the holder of the bytes."""
+_LOOK_S: Final = 10.0
+"""A reader compares its relay with the holder of the bytes so often. The relay itself needs less time to find that one
+of another host does not answer."""
 _PROBE_BYTES: Final = 512 << 10
 _MOST_RELAYS: Final = 3
 """So many relays are tried, one after the other."""
@@ -205,22 +204,15 @@ class _Watch:
 
     def __init__(self, client: StoreClient, source: Source, wanted: Intervals) -> None:
         self._client, self._source, self._wanted = client, source, wanted
-        self._began = self._moved_at = time.monotonic()
-        self._total = self._missing = wanted.num_bytes
-        self._due_s = _SLOW_S
+        self._missing, self._looked_at = wanted.num_bytes, time.monotonic()
 
     def look(self, missing: int) -> None:
-        """Raise if nothing comes, or much less than this process could get by itself."""
-        now = time.monotonic()
-        if missing < self._missing:
-            self._missing, self._moved_at = missing, now
-        elif now - self._moved_at > _SILENT_S:
-            raise SlowRelay(f"no byte has come to it for {_SILENT_S:g} s", value=missing)
-        elapsed_s = now - self._began
-        if elapsed_s < self._due_s:
+        """Raise if much less comes to it than this process could get by itself."""
+        elapsed_s = time.monotonic() - self._looked_at
+        if elapsed_s < _LOOK_S:
             return
-        self._due_s = 2 * elapsed_s
-        speed, own = (self._total - missing) / elapsed_s, self._probe()
+        speed, own = (self._missing - missing) / elapsed_s, self._probe()
+        self._missing, self._looked_at = missing, time.monotonic()
         if own > 2 * FASTER * speed:
             raise SlowRelay(
                 f"it gets {speed / 2**20:.1f} MiB/s, and this process {own / 2**20:.1f} MiB/s from the holder",

@@ -16,11 +16,11 @@ from forge.store.intervals import Intervals
 from forge.store.records import HEADER, Relay, SegmentRecord
 from forge.store.relay_sources import NotHere, RelaySources
 from forge.store.segments import Segment, SegmentPool
-from forge.store.transports import Range, batches
 from forge.store.transports.tcp_server import MAX_RANGES
 
-CHUNK_BYTES: Final = 2 << 20
-"""What is asked for at once, and passed on when it is there."""
+FIRST_CHUNK: Final = 512 << 10
+LEAST_CHUNK, MOST_CHUNK = 128 << 10, 4 << 20
+"""What is asked for at once, and passed on when it is there: as much as comes in a few hundredths of a second."""
 NUM_STREAMS: Final = 2
 """Connections for each part."""
 PASS_ON_S: Final = 2.0
@@ -52,7 +52,7 @@ class RelayCopy:
         segment.set_stamp(sources.stamp)
         self._wanted = self._present = Intervals.of([(0, HEADER)])
         self._memory = memoryview(segment.map)
-        self._todo: deque[list[Range]] = deque()
+        self._todo: deque[tuple[int, int]] = deque()
         self._num_working = 0
         self._tickets: dict[int, Intervals] = {}
         self._failure: StoreError | None = None
@@ -75,9 +75,8 @@ class RelayCopy:
             new = ranges - self._wanted
             self._set_wanted(self._wanted | new)
             self._tickets[ticket] = ranges
-            targets = [(start, self._memory[start : start + size]) for start, size in new]
-            self._todo.extend(batches(targets, batch_bytes=CHUNK_BYTES, batch_ranges=MAX_RANGES))
-            for _ in range(min(NUM_STREAMS - self._num_working, len(self._todo))):
+            self._todo.extend(new)
+            for _ in range(NUM_STREAMS - self._num_working if self._todo else 0):
                 threading.Thread(target=self._work, name="forge-relay", daemon=True).start()
                 self._num_working += 1
         return new.num_bytes
@@ -130,24 +129,33 @@ class RelayCopy:
     def _work(self) -> None:
         """Read chunk after chunk until nothing is left to do."""
         try:
+            size = FIRST_CHUNK
             with self.sources.stream() as stream:
-                while (chunk := self._next()) is not None:
-                    stream.read(chunk)
+                while chunk := self._next(size):
+                    began = time.monotonic()
+                    stream.read([(start, self._memory[start : start + length]) for start, length in chunk])
                     self._arrived(chunk)
+                    size = _adapted(size, time.monotonic() - began, stream.pace_s)
         except StoreError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - raised to the readers that wait
             self._fail(StoreError(f"a relay failed: {error!r}"))
 
-    def _next(self) -> list[Range] | None:
+    def _next(self, size: int) -> list[tuple[int, int]]:
+        """Take the next ranges to read, of so many bytes together; none if all are taken."""
+        chunk: list[tuple[int, int]] = []
         with self._changed:
-            if self._todo:
-                return self._todo.popleft()
-            self._num_working -= 1
-            return None
+            while self._todo and size > 0 and len(chunk) < MAX_RANGES:
+                start, length = self._todo.popleft()
+                if length > size:
+                    self._todo.appendleft((start + size, length - size))
+                chunk.append((start, min(length, size)))
+                size -= length
+            self._num_working -= not chunk
+        return chunk
 
-    def _arrived(self, chunk: Sequence[Range]) -> None:
-        there = Intervals.of((start, len(view)) for start, view in chunk)
+    def _arrived(self, chunk: Sequence[tuple[int, int]]) -> None:
+        there = Intervals.of(chunk)
         with self._changed:
             self._present = self._present | there
             if not self._wanted.covers(there):  # another stream failed meanwhile
@@ -170,6 +178,13 @@ class RelayCopy:
             self._todo.clear()
             self._changed.notify_all()
         self.sources.close()
+
+
+def _adapted(size: int, took_s: float, pace_s: float) -> int:
+    """Return the size of the next chunk of a stream, whose last one took so long."""
+    if took_s < pace_s / 2:
+        return min(2 * size, MOST_CHUNK)
+    return max(size // 2, LEAST_CHUNK) if took_s > 2 * pace_s else size
 
 
 class RelayCopies:

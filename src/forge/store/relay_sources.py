@@ -19,7 +19,10 @@ from forge.store.transports.tcp_client import STALL_S, DataClient
 _log = logging.getLogger("forge.store")
 RELAY_STALL_S: Final = 5.0
 """A relay that is silent for so long is not waited for any more. A holder is waited for longer: it is the last."""
+SLOW_ANSWER_S: Final = 2.0
+"""A relay that takes longer to answer at all is not used: its link is too busy, or its process."""
 FIRST_PROBE_S: Final = 1.0
+LEAST_PACE_S: Final = 0.03
 LONGEST_PAUSE_S: Final = 16.0
 FASTER: Final = 2.0
 """A source must be so many times as fast as another to take its place: their speeds differ by chance, too."""
@@ -162,6 +165,8 @@ class SourceStream:
         self._clients: dict[int, DataClient] = {}
         self._guard = threading.Lock()
         self._is_closed = False
+        self.pace_s = LEAST_PACE_S
+        """How long a chunk should take: much longer than it takes for the answer to begin."""
 
     def __enter__(self) -> Self:
         return self
@@ -223,7 +228,10 @@ class SourceStream:
                 client.close()
                 raise StoreError("the relay was closed", path=found.address)
             self._clients[source] = client
-        check_filling(client, self._name(source), self._shared.stamp)
+        took_s = check_filling(client, self._name(source), self._shared.stamp)
+        if isinstance(found, Relay) and took_s > SLOW_ANSWER_S:
+            raise StoreError(f"it took {took_s:.1f} s to answer", path=found.address, rule=f"{SLOW_ANSWER_S:g} s")
+        self.pace_s = max(LEAST_PACE_S, took_s)
         return client
 
     def _forget(self, source: int) -> None:
@@ -241,9 +249,12 @@ class SourceStream:
             client.close()
 
 
-def check_filling(client: DataClient, name: str, stamp: int) -> None:
-    """Raise unless a segment elsewhere holds the filling with this stamp. It also opens the connection."""
+def check_filling(client: DataClient, name: str, stamp: int) -> float:
+    """Raise unless a segment elsewhere has the filling with this stamp. Return how long that took, with connecting."""
     head = bytearray(STAMP_SIZE)
+    began = time.monotonic()
     client.read(name, [(0, memoryview(head))])
+    took_s = time.monotonic() - began
     if unpack_stamp(bytes(head)) != stamp:
         raise StoreError(f"segment {name!r} at {client.address} holds another version now", path=name, value=stamp)
+    return took_s
