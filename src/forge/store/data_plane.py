@@ -18,7 +18,7 @@ from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.intervals import Intervals
 from forge.store.records import Assignment, Holder, Relay, SegmentRecord, label_of, relayed_stamp
-from forge.store.relay_copies import RelayCopies, Wanted
+from forge.store.relay_copies import BEGIN_S, RelayCopies, Wanted
 from forge.store.relay_sources import RELAY_STALL_S
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import Range, rdma
@@ -93,7 +93,7 @@ class ServedSegments:
         """Wait until ranges of a segment that this process relays are there."""
         stamp = relayed_stamp(name)
         if stamp is not None:
-            self._relayed.find(stamp).wait_for(ranges)
+            self._relayed.find(stamp, wait_s=BEGIN_S).wait_for(ranges)
 
     def label(self, name: str, label: str) -> None:
         """Remember for which assignment a segment is held. Raise if that was abandoned meanwhile."""

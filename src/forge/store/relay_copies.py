@@ -23,6 +23,8 @@ LEAST_CHUNK, MOST_CHUNK = 128 << 10, 4 << 20
 """What is asked for at once, and passed on when it is there: as much as comes in a few hundredths of a second."""
 NUM_STREAMS: Final = 2
 """Connections for each part."""
+BEGIN_S: Final = 1.0
+"""How long another relay waits until a reader here wants anything of a part: both may have just begun."""
 PASS_ON_S: Final = 2.0
 """How long another relay waits for bytes that are on their way, before it reads them elsewhere. Less than it stalls."""
 
@@ -194,14 +196,15 @@ class RelayCopies:
         self._pool = pool
         self._copies: dict[int, RelayCopy] = {}
         self._tickets = itertools.count(1)
-        self._guard = threading.Lock()
+        self._changed = threading.Condition()
 
     def want(
         self, key: str, parts: Sequence[tuple[SegmentRecord, Intervals]], *, upstreams: Sequence[Relay], secret: bytes
     ) -> list[Wanted]:
         """Have bytes of parts fetched, if they are not there. `NoRoom` if there is not enough memory for them."""
-        with self._guard:
+        with self._changed:
             self._check_room(key, parts)
+            self._changed.notify_all()
             return [
                 self._want(key, record, ranges, RelaySources(record, upstreams, secret)) for record, ranges in parts
             ]
@@ -236,17 +239,16 @@ class RelayCopies:
         copy = self.find(stamp)
         return copy.wait(ticket, timeout_s), copy.sources.relays_used()
 
-    def find(self, stamp: int) -> RelayCopy:
-        """Return the copy of a part."""
-        with self._guard:
-            copy = self._copies.get(stamp)
-        if copy is None:
-            raise NotHere("this process does not relay this version", value=stamp)
-        return copy
+    def find(self, stamp: int, *, wait_s: float = 0.0) -> RelayCopy:
+        """Return the copy of a part; wait a moment for a reader to want it. `NotHere` if none does."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: stamp in self._copies, wait_s):
+                raise NotHere("this process does not relay this version", value=stamp)
+            return self._copies[stamp]
 
     def drop(self, stamp: int) -> None:
         """Release the copy of a part, if there is one."""
-        with self._guard:
+        with self._changed:
             copy = self._copies.pop(stamp, None)
         if copy is not None:
             copy.close()

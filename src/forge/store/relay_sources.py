@@ -188,9 +188,10 @@ class SourceStream:
                 client = self._client(source)
                 began = time.monotonic()
                 client.read(self._name(source), chunk)
-            except NotHere:
+            except NotHere as error:
                 with shared.guard:
                     source = shared.choice.refused(source, time.monotonic() - began)
+                _log.debug("bytes of part %x are read elsewhere: %s", shared.stamp, error.message)
             except (OSError, StoreError) as error:
                 failures.append(f"{shared.sources[source].describe()}: {error}")
                 self._forget(source)
@@ -228,7 +229,10 @@ class SourceStream:
                 client.close()
                 raise StoreError("the relay was closed", path=found.address)
             self._clients[source] = client
-        took_s = check_filling(client, self._name(source), self._shared.stamp)
+        try:
+            took_s = check_filling(client, self._name(source), self._shared.stamp)
+        except NotHere as error:  # it does not refuse some bytes, but has none
+            raise StoreError(error.message, path=found.address) from None
         if isinstance(found, Relay) and took_s > SLOW_ANSWER_S:
             raise StoreError(f"it took {took_s:.1f} s to answer", path=found.address, rule=f"{SLOW_ANSWER_S:g} s")
         self.pace_s = max(LEAST_PACE_S, took_s)

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_registry import TABLES, here, part_of, request, shard, whole
 
 from forge.errors import StoreError, StoreKeyError
-from forge.store.records import Acquire, Begin, Commit, Holder, Version
-from forge.store.registry import Key, Registry
+from forge.store.records import Acquire, Begin, Commit, Holder, Relay, Version, relay_label
+from forge.store.registry import Key
+from forge.store.registry_relays import RelayingRegistry
 
 HERE = 0
 VOLUME = 1
@@ -35,7 +36,7 @@ class Ranks:
 class Store(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.registry = Registry(self)
+        self.registry = RelayingRegistry(self)
         self.names = itertools.count(1)
         self.sessions = [2, 3, 4]
         self.next_session = 5
@@ -46,6 +47,8 @@ class Store(RuleBasedStateMachine):
         self.visible: dict[Key, list[int]] = {key: [] for key in WORLDS}
         self.known: dict[tuple[Key, int], Version] = {}
         self.leases: dict[int, tuple[int, Version]] = {}
+        self.routed: set[int] = set()
+        """Leases that are read through relays."""
         self.mapped: set[tuple[int, str]] = set()
         """Who has which segment, made or opened."""
         self.dropped: list[tuple[int, str]] = []
@@ -185,6 +188,27 @@ class Store(RuleBasedStateMachine):
         del self.leases[lease]
         self.registry.release(lease)
 
+    @precondition(lambda self: self.leases)
+    @rule(pick=PICK, fails=st.booleans())
+    def relay(self, pick: int, fails: bool) -> None:
+        """Read through the relay of the reader's host, one of two; it may fail, and then another one."""
+        lease = self._pick(self.leases, pick)
+        who, version = self.leases[lease]
+        labels = {relay_label(part.segment.stamp) for part in version.parts}
+        failed: set[int] = set()
+        while True:
+            offer = Relay(f"host{who % 2}", who, who, "")
+            route = self.registry.route(lease, offer, tuple(failed))
+            if route is None:
+                return
+            self.routed.add(lease)
+            assert route.relay.host == offer.host
+            assert route.relay.session in {*self.sessions} - failed, "a process that has ended, or failed, relays"
+            self.mapped |= {(session, label) for session in (who, route.relay.session) for label in labels}
+            if not fails:
+                return
+            failed.add(route.relay.session)
+
     @rule(key=KEYS, keep=st.integers(0, 2))
     def retire(self, key: Key, keep: int) -> None:
         gone = self.visible[key][: max(0, len(self.visible[key]) - keep)]
@@ -235,8 +259,10 @@ class Store(RuleBasedStateMachine):
         """Segments of versions that are read or can be read, as long as somebody has them to give."""
         versions = [self.known[key, number] for key, numbers in self.visible.items() for number in numbers]
         versions += [version for _, version in self.leases.values()]
+        relayed = [self.known[key, numbers[-1]] for key, numbers in self.visible.items() if numbers]
+        relayed += [version for lease, (_, version) in self.leases.items() if lease in self.routed]
         alive = {*self.sessions, HERE, VOLUME}
-        return {
+        return {relay_label(part.segment.stamp) for version in relayed for part in version.parts} | {
             holder.segment
             for version in versions
             for part in version.parts
