@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from networks import Network, NetworkHost, require_network, wait_for
-from store_nodes import Node
+from store_nodes import Node, Nodes
 
 pytestmark = pytest.mark.alone
 MIB = 1 << 20
@@ -28,25 +27,19 @@ Answer = dict[str, Any]
 class Field:
     """A publisher on one host, and readers on three others."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs, self._numbers = logs, itertools.count()
-        self.network = Network(1 + len(NUM_READERS))
+    def __init__(self, network: Network, nodes: Nodes) -> None:
+        self.network, self._nodes = network, nodes
         self.home, *self.hosts = self.network.hosts
-        try:
-            self.root = Node(self.home, logs / "root.log", bind=self.home.address)
-            self._env: dict[str, str] = self.root.finish()
-            self.readers = [
-                [self.new_reader(host) for _ in range(count)]
-                for host, count in zip(self.hosts, NUM_READERS, strict=True)
-            ]
-        except BaseException:
-            self.network.close()
-            raise
+        self.root = nodes.start(self.home, bind=self.home.address)
+        self._env: dict[str, str] = self.root.finish()
+        self.readers = [
+            [self.new_reader(host) for _ in range(count)] for host, count in zip(self.hosts, NUM_READERS, strict=True)
+        ]
         self._versions = itertools.count()
         self.set_speed(MBIT)
 
     def new_reader(self, host: NetworkHost, **env: str) -> Node:
-        return Node(host, self._logs / f"{host.name}-{next(self._numbers)}.log", env={**self._env, **env})
+        return self._nodes.start(host, env={**self._env, **env})
 
     def set_speed(self, mbit: float) -> None:
         for host in self.network.hosts:
@@ -76,8 +69,9 @@ class Field:
     def wait_until_received(self, host: NetworkHost, num_bytes: int, *, since: int) -> None:
         wait_for(lambda: host.traffic().received - since >= num_bytes, f"{host} has {num_bytes} bytes", self.logs)
 
-    def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self._logs.iterdir()))
+    @property
+    def logs(self) -> Callable[[], str]:
+        return self._nodes.logs
 
 
 class Meter:
@@ -97,11 +91,8 @@ class Meter:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     require_network()
-    field = Field(tmp_path_factory.mktemp("nodes"))
-    try:
-        yield field
-    finally:
-        field.network.close()
+    with Nodes(tmp_path_factory.mktemp("nodes")) as nodes, Network(1 + len(NUM_READERS)) as network:
+        yield Field(network, nodes)
 
 
 @pytest.fixture
@@ -109,15 +100,15 @@ def field(shared: Field) -> Iterator[Field]:
     """The field with an empty store, whose readers have all been started again where a test ended them."""
     for readers in shared.readers:
         for number, reader in enumerate(readers):
-            if reader.process.is_running:
+            if reader.is_running:
                 continue
             readers[number] = shared.new_reader(reader.host)
     yield shared
     shared.set_speed(MBIT)
     for reader in shared.all_readers:
-        if reader.process.is_running:
+        if reader.is_running:
             reader.run("let_go")
-    shared.root.run("setup")
+    shared.root.run("distribute", "auto")
     shared.root.run("retire", 0)
 
 
@@ -137,7 +128,7 @@ def test_each_byte_crosses_the_link_of_a_host_once(field: Field, verify: str) ->
 
 
 def test_without_relays_each_reader_gets_it_from_the_publisher(field: Field) -> None:
-    field.root.run("setup", distribution="direct")
+    field.root.run("distribute", "direct")
     field.publish()
     meter = Meter(field)
     answers = field.fetch(*field.all_readers)
@@ -179,14 +170,20 @@ def begin_at_relay(field: Field) -> tuple[Node, Meter]:
     return relay, meter
 
 
+def test_hosts_pass_on_what_they_are_still_receiving(field: Field) -> None:
+    _, meter = begin_at_relay(field)
+    for reader in field.all_readers:
+        field.checked(reader)
+    assert meter.sent(field.home) < 2, "one host received it from the publisher"
+
+
 def test_a_relay_that_is_killed_is_replaced(field: Field) -> None:
     relay, meter = begin_at_relay(field)
-    pid = relay.process.pid
-    relay.process.kill()
+    relay.kill()
     answers = [field.checked(reader) for reader in field.all_readers[1:]]
     mine, others = answers[: NUM_READERS[0] - 1], answers[NUM_READERS[0] - 1 :]
-    assert len({answer["relay"] for answer in mine}) == 1, "the others of its host share a new one"
-    assert pid not in {answer["relay"] for answer in answers}
+    (new,) = {answer["relay"] for answer in mine}
+    assert new in [reader.own_pid for reader in field.readers[0][1:]], "the others of its host share a new one"
     assert meter.received(field.hosts[0]) <= 2 * OVERHEAD
     for host in field.hosts[1:]:
         assert meter.received(host) <= OVERHEAD, "what another host had from it is not read again"
@@ -195,16 +192,29 @@ def test_a_relay_that_is_killed_is_replaced(field: Field) -> None:
 
 def test_a_relay_that_is_stopped_delays_nobody(field: Field) -> None:
     relay, meter = begin_at_relay(field)
-    relay.process.send_signal(signal.SIGSTOP)
+    relay.send_signal(signal.SIGSTOP)
     try:
         answers = [field.checked(reader) for reader in field.all_readers[1:]]
     finally:
-        relay.process.send_signal(signal.SIGCONT)
+        relay.send_signal(signal.SIGCONT)
     assert None not in {answer["relay"] for answer in answers}
     for host in field.hosts[1:]:
         assert meter.received(host) <= OVERHEAD + 4 * MIB / SIZE, "at most the chunks on their way are read again"
     field.checked(relay)
     assert "is not read through pid" in field.readers[0][1].log() + field.readers[0][2].log()
+
+
+def test_a_slow_relay_delays_no_other_reader_of_its_host(field: Field) -> None:
+    slow, second, third = field.readers[0]
+    slow.run("throttle", 2.0)
+    field.publish()
+    slow.start("fetch", SIZE)
+    field.wait_until_received(slow.host, 1, since=slow.host.traffic().received)
+    found = field.fetch(second, third)
+    (new,) = {answer["relay"] for answer in found}
+    assert new in (second.own_pid, third.own_pid)
+    assert "MiB/s from the holder" in second.log() + third.log()
+    slow.kill()
 
 
 def test_a_host_with_a_slow_link_delays_no_other(field: Field) -> None:
@@ -230,17 +240,17 @@ def test_a_damaged_relay_is_named_and_bypassed(field: Field) -> None:
     first, second, third = field.readers[0]
     other = field.readers[1][0]
     (answer,) = field.fetch(first)
-    assert answer["relay"] == first.process_id
+    assert answer["relay"] == first.own_pid
     assert first.run("spoil") == 1
     (away,) = field.fetch(other)
     assert away["relay"] is None
     assert "was damaged on its way through pid" in other.log()
-    assert f"or pid {first.process_id} on host" in other.log(), "the relay of the other host is named, too"
+    assert f"or pid {first.own_pid} on host" in other.log(), "the relay of the other host is named, too"
     (again,) = field.fetch(second, views=True)
     assert again["num_received"] == pytest.approx(SIZE, rel=0.01)
-    assert again["relay"] == second.process_id, "the damaged one is not used any more"
+    assert again["relay"] == second.own_pid, "the damaged one is not used any more"
     (last,) = field.fetch(third)
-    assert (last["relay"], last["num_received"]) == (second.process_id, 0)
+    assert (last["relay"], last["num_received"]) == (second.own_pid, 0)
 
 
 def test_a_damaged_relay_is_found_by_readers_of_its_host(field: Field) -> None:
@@ -250,7 +260,7 @@ def test_a_damaged_relay_is_found_by_readers_of_its_host(field: Field) -> None:
     assert first.run("spoil") == 1
     (found,) = field.fetch(second, views=True)
     assert found["relay"] is None
-    assert f"was damaged on its way through pid {first.process_id} on host" in second.log()
+    assert f"was damaged on its way through pid {first.own_pid} on host" in second.log()
 
 
 def test_a_host_without_memory_reads_directly(field: Field) -> None:
@@ -259,7 +269,7 @@ def test_a_host_without_memory_reads_directly(field: Field) -> None:
     (answer,) = field.fetch(poor)
     assert (answer["relay"], answer["num_received"]) == (None, pytest.approx(SIZE, rel=0.01))
     assert "0.01 GiB of memory are needed to relay 'policy'" in poor.log()
-    poor.process.kill()
+    poor.kill()
 
 
 def test_nothing_stays_of_versions_that_are_gone(field: Field) -> None:

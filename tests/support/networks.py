@@ -54,13 +54,14 @@ _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 def require_network(*, faults: bool = False, delay: bool = False) -> None:
     """Skip the test where hosts cannot be made, or frames not dropped (`faults`) or delayed (`delay`)."""
-    reason = _why_no_hosts() or (faults and _why_no_faults()) or (delay and _why_no_delay())
+    reason = why_no_hosts() or (faults and _why_no_faults()) or (delay and _why_no_delay())
     if reason:
         pytest.skip(f"a test network is not possible here: {reason}")
 
 
 @functools.cache
-def _why_no_hosts() -> str:
+def why_no_hosts() -> str:
+    """Return why hosts cannot be made here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "it needs root on Linux"
     if missing := [tool for tool in ("ip", "tc", "unshare", "nsenter", "mount") if not shutil.which(tool, path=_PATH)]:
@@ -192,8 +193,15 @@ class _Namespaces:
                 return
         raise RuntimeError(f"{device} does not carry frames after {_LINK_S:g} s: {link}")
 
+    def hang_up(self) -> None:
+        """Have the first process end, and do not wait for it."""
+        if self._owner.stdin is not None:
+            self._owner.stdin.close()
+            self._owner.stdin = None
+
     def close(self) -> None:
-        self._owner.communicate(timeout=LIMIT_S)  # closes its standard input
+        self.hang_up()
+        self._owner.communicate(timeout=LIMIT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +398,8 @@ class Network:
 
     def close(self) -> None:
         """End every host with all its processes, and the switch."""
+        for host in self.hosts:
+            host.namespaces.hang_up()  # all at once: the kernel takes a second or two for each
         for host in self.hosts:
             if host.is_running:
                 host.end()

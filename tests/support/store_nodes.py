@@ -1,50 +1,104 @@
 """Processes of a run on the hosts of a test network, without actors: one publishes, the others read.
 
-Each is this program. It answers a line of its input, a name and arguments as JSON, with one line: a value as JSON. The
-first process of a run, the root, is started with the address at which it listens; the others with the variables that
-it gives out.
+    with Nodes(folder) as nodes:
+        root = nodes.start(network.hosts[0], bind=network.hosts[0].address)
+        reader = nodes.start(network.hosts[1], env=root.finish())
+        root.run("publish", 1, 1 << 20)
+        reader.run("fetch", 1 << 20)
+
+A node answers a line of its input, a name and arguments as JSON, with one line: a value as JSON. The first node of a
+run, the root, is started with the address at which it listens, and answers with the variables that make others members.
+
+All nodes are forks of one process, which has imported what they need and enters the namespaces of a host for each: so
+they start at once, and share the memory that the imports take. They end with their hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import logging
 import os
 import resource
+import signal
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from networks import SUPPORT, HostProcess, NetworkHost
+import psutil
+
+from networks import SUPPORT, NetworkHost
 
 TENSORS = 8
 WIDTH = 1024
+_NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
+
+
+class Nodes:
+    """Starts nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._num_started = folder, 0
+        paths = os.pathsep.join(dict.fromkeys([str(SUPPORT), *filter(None, sys.path)]))
+        env = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=env | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, host: NetworkHost, *, bind: str = "", env: Mapping[str, str] | None = None) -> Node:
+        """Start a node on a host."""
+        self._num_started += 1
+        base = self._folder / f"{host.name}-{self._num_started}"
+        os.mkfifo(base.with_suffix(".in"))
+        os.mkfifo(base.with_suffix(".out"))
+        request = {"host": host.namespaces.pid, "base": str(base), "bind": bind, "env": dict(env or {})}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Node(host, base, int(self._process.stdout.readline()))
+
+    def logs(self) -> str:
+        """Return what all nodes have logged lately."""
+        return "\n".join(f"== {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self._folder.glob("*.log")))
+
+    def close(self) -> None:
+        """End the process that starts them."""
+        self._process.communicate(timeout=600)
 
 
 class Node:
     """A process on a host, as a test drives it."""
 
-    def __init__(self, host: NetworkHost, log: Path, *, bind: str = "", env: Mapping[str, str] | None = None) -> None:
-        paths = os.pathsep.join(dict.fromkeys([str(SUPPORT), *filter(None, sys.path)]))
-        variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(env or {})}
-        self.host, self._log = host, log
-        self.process: HostProcess = host.start([sys.executable, __file__, bind], env=variables, stderr=log)
-
-    @property
-    def process_id(self) -> int:
-        """Return its process id as its own host sees it."""
-        return int(self.run("pid"))
+    def __init__(self, host: NetworkHost, base: Path, pid: int) -> None:
+        self.host, self.pid = host, pid
+        self._process, self._log = psutil.Process(pid), base.with_suffix(".log")
+        self._input = open(base.with_suffix(".in"), "w", encoding="utf-8")  # noqa: SIM115
+        self._output = open(base.with_suffix(".out"), encoding="utf-8")  # noqa: SIM115
 
     def start(self, name: str, *args: Any, **options: Any) -> None:
         """Have it do something; `finish` waits for the answer."""
-        self.process.write_line(json.dumps([name, args, options]))
+        self._input.write(json.dumps([name, args, options]) + "\n")
+        self._input.flush()
 
     def finish(self) -> Any:
-        while (line := self.process.read_line()) and not line.startswith("{"):
-            pass
+        line = self._output.readline()
         answer = json.loads(line) if line else {"error": f"it ended\n{self.log()}"}
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -54,8 +108,59 @@ class Node:
         self.start(name, *args, **options)
         return self.finish()
 
+    @property
+    def own_pid(self) -> int:
+        """Its process id as its own host sees it."""
+        return int(self.run("pid"))
+
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        self.send_signal(signal.SIGKILL)
+        assert self._output.read() == ""  # the kernel closes it with the process
+
+
+def serve_starts() -> None:
+    """Start a node for each line of standard input, and print its process id."""
+    import forge.store.weights  # noqa: F401 - before the forks
+
+    gc.freeze()  # what is not looked at stays shared
+    for line in sys.stdin:
+        request = json.loads(line)
+        between = os.fork()
+        if between == 0:
+            _fork_into(request)
+        if os.waitpid(between, 0)[1] != 0:
+            raise RuntimeError(f"no node was started: {request}")
+
+
+def _fork_into(request: Mapping[str, Any]) -> None:
+    """Enter a host's namespaces, and be a node there: in a child, since a process keeps its PID namespace."""
+    log = os.open(f"{request['base']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    namespaces = [os.open(f"/proc/{request['host']}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    for namespace in namespaces:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter a namespace of process {request['host']}")
+        os.close(namespace)
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+        os._exit(0)
+    for number, path, flags in ((0, f"{request['base']}.in", os.O_RDONLY), (1, f"{request['base']}.out", os.O_WRONLY)):
+        os.dup2(os.open(path, flags), number)
+    os.dup2(log, 2)
+    os.environ.update(request["env"])
+    serve(request["bind"])
+    os._exit(0)
 
 
 def open_run(address: str) -> dict[str, str]:
@@ -80,10 +185,11 @@ class Commands:
 
         return self._weights.setdefault(name, ts.Weights(name, **options))
 
-    def setup(self, **options: Any) -> None:
-        import forge.store as ts
+    def distribute(self, distribution: str) -> None:
+        """Do what `ts.setup(distribution=)` does, without the imports that volumes need."""
+        from forge.store.client import client
 
-        asyncio.run(ts.setup(**options))
+        client().line.call("distribution", distribution)
 
     def publish(self, version: int, num_bytes: int, keep: int = 2) -> str:
         async def publish() -> str:
@@ -100,22 +206,27 @@ class Commands:
         import torch
 
         into = None if views else self._places(num_bytes, part)
-        began_cpu_s = cpu_s()
         fetched = self.weights().fetch_blocking(into, **options)
-        spent_s = cpu_s() - began_cpu_s
-        wanted = contents(fetched.version, num_bytes) if options.get("verify") != "off" else {}
         found = fetched.tensors if into is None else self._memory
-        is_right = all(torch.equal(found[name], cut(tensor, part)) for name, tensor in wanted.items())
+        wanted = contents(fetched.version, num_bytes)
         self._kept = [fetched.tensors] if views else []
         return {
             "version": fetched.version,
             "digest": fetched.digest,
-            "is_right": is_right,
+            "is_right": all(torch.equal(found[name], cut(tensor, part)) for name, tensor in wanted.items()),
             "num_received": fetched.num_received,
             "relay": None if fetched.relay is None else fetched.relay.pid,
-            "seconds": fetched.seconds,
-            "cpu_s": spent_s,
         }
+
+    def time_fetch(self, num_bytes: int, digest: str) -> dict[str, float]:
+        """Fetch the newest version into memory that was used before; return when that began and ended. The clock is
+        the machine's."""
+        into = self._places(num_bytes, None)
+        began = time.monotonic()
+        fetched = self.weights().fetch_blocking(into)
+        ended = time.monotonic()
+        assert fetched.digest == digest
+        return {"began": began, "ended": ended, "num_received": fetched.num_received}
 
     def _places(self, num_bytes: int, part: tuple[str, int, int] | None) -> dict[str, Any]:
         import torch
@@ -154,9 +265,20 @@ class Commands:
                 copy.segment.map[at] ^= 1
         return len(copies)
 
+    def throttle(self, pause_s: float) -> None:
+        """Pause before each chunk that this process gets from another host."""
+        from forge.store.relay_sources import SourceStream
+
+        read: Any = SourceStream.read
+
+        def paused(stream: Any, chunk: Any) -> None:
+            time.sleep(pause_s)
+            read(stream, chunk)
+
+        SourceStream.read = paused  # type: ignore[method-assign]
+
     def held(self) -> dict[str, int]:
         """What this process holds: segments that it has open, mappings of them, connections, and threads that relay."""
-        import gc
         import threading
 
         gc.collect()
@@ -206,15 +328,19 @@ def serve(bind: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     commands = Commands()
     if bind:
-        print(json.dumps({"value": open_run(bind)}), flush=True)
-    for line in sys.stdin:
+        answer({"value": open_run(bind)})
+    for line in os.fdopen(0, encoding="utf-8"):
         name, args, options = json.loads(line)
         try:
             call: Callable[..., Any] = getattr(commands, name)
-            print(json.dumps({"value": call(*args, **options)}), flush=True)
+            answer({"value": call(*args, **options)})
         except Exception:  # noqa: BLE001 - raised in the test
-            print(json.dumps({"error": traceback.format_exc()}), flush=True)
+            answer({"error": traceback.format_exc()})
+
+
+def answer(value: Mapping[str, Any]) -> None:
+    os.write(1, (json.dumps(value) + "\n").encode())
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve_starts()
