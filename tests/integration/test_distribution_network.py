@@ -284,7 +284,7 @@ def test_nothing_stays_of_versions_that_are_gone(field: Field) -> None:
         field.fetch(*field.all_readers, views=True)
         for reader in field.all_readers:
             reader.run("let_go")
-        assert max(each["segments"] for each in held()) == 1, "nothing is kept of the older version"
+        wait_for(lambda: max(each["segments"] for each in held()) == 1, "the older version is dropped", field.logs)
     field.root.run("retire", 0)
     wait_for(is_dropped, "all is dropped", field.logs)
     # Of each process: to the registry, to the other readers of its host, each of which may have relayed, and from them.

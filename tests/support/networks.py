@@ -39,7 +39,7 @@ import pytest
 from forge.runtime.forking import SCOPE
 
 SUPPORT = Path(__file__).parent
-MAX_HOSTS = 8
+MAX_HOSTS = 9
 LIMIT_S = 600
 PATIENT = ("launcher.heartbeat_timeout_s=60", "launcher.lease_s=120", "launcher.attach_timeout_s=300")
 """For hosts that share the cores of one busy machine."""
@@ -267,7 +267,7 @@ def _address(number: int) -> str:
 
 
 class Network:
-    """Two to eight hosts on one switch. Every method returns when its effect is in force."""
+    """Two to nine hosts on one switch. Every method returns when its effect is in force."""
 
     def __init__(self, num_hosts: int) -> None:
         if not 2 <= num_hosts <= MAX_HOSTS:

@@ -18,7 +18,7 @@ from forge.store.client import StoreClient
 from forge.store.intervals import Intervals
 from forge.store.part_sources import Source, open_source
 from forge.store.records import Lease, Relay, Route, Version
-from forge.store.relay_copies import NoRoom, Wanted
+from forge.store.relay_copies import NoRoom, Progress, Wanted
 from forge.store.relay_sources import FASTER, NoSource, NotHere, check_filling
 from forge.store.segments import Segment
 
@@ -128,12 +128,12 @@ class OpenedParts:
             source = self.sources[index]
             watch = None if route.relay.session == self._client.session else _Watch(self._client, source, needed[index])
             while True:
-                missing, came_from = relay("relayed", (each.stamp, each.ticket, _TICK_S))
-                self._came_from.update(came_from)
-                if not missing:
+                progress: Progress = relay("relayed", (each.stamp, each.ticket, _TICK_S))
+                self._came_from.update(progress.relays)
+                if not progress.num_missing:
                     break
                 if watch is not None:
-                    watch.look(missing)
+                    watch.look(progress)
             source.segment = self._client.open_relayed(each, source.part.segment.size)
             source.memory = source.segment.flat()
             self._wanted[index], self._there[index] = each, needed[index]
@@ -204,19 +204,21 @@ class _Watch:
 
     def __init__(self, client: StoreClient, source: Source, wanted: Intervals) -> None:
         self._client, self._source, self._wanted = client, source, wanted
-        self._missing, self._looked_at = wanted.num_bytes, time.monotonic()
+        self._seen, self._looked_at = Progress(wanted.num_bytes, (), 0), time.monotonic()
 
-    def look(self, missing: int) -> None:
+    def look(self, progress: Progress) -> None:
         """Raise if much less comes to it than this process could get by itself."""
         elapsed_s = time.monotonic() - self._looked_at
-        if elapsed_s < _LOOK_S:
+        if progress.num_dropped != self._seen.num_dropped:  # it has just found that a source does not answer
+            self._seen, self._looked_at = progress, time.monotonic()
+        if elapsed_s < _LOOK_S or self._seen is progress:
             return
-        speed, own = (self._missing - missing) / elapsed_s, self._probe()
-        self._missing, self._looked_at = missing, time.monotonic()
+        speed, own = (self._seen.num_missing - progress.num_missing) / elapsed_s, self._probe()
+        self._seen, self._looked_at = progress, time.monotonic()
         if own > 2 * FASTER * speed:
             raise SlowRelay(
                 f"it gets {speed / 2**20:.1f} MiB/s, and this process {own / 2**20:.1f} MiB/s from the holder",
-                value=missing,
+                value=progress.num_missing,
             )
 
     def _probe(self) -> float:

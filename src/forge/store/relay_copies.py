@@ -46,6 +46,18 @@ class Wanted:
     """Bytes that no reader had asked for before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a relay is with what a reader asked for."""
+
+    num_missing: int
+    """Bytes that are not there yet."""
+    relays: tuple[Relay, ...]
+    """Relays of other hosts from which bytes of the part have come."""
+    num_dropped: int
+    """Sources that the relay has stopped using: while it finds that one does not answer, nothing comes from there."""
+
+
 class RelayCopy:
     """One part of a version, in memory that readers map while it fills. What is there does not change any more."""
 
@@ -234,10 +246,11 @@ class RelayCopies:
                 repair="give the host more memory, or publish in bfloat16",
             )
 
-    def wait(self, stamp: int, ticket: int, timeout_s: float) -> tuple[int, tuple[Relay, ...]]:
-        """Wait for what was asked for; return how many bytes are missing, and the relays that others came from."""
+    def wait(self, stamp: int, ticket: int, timeout_s: float) -> Progress:
+        """Wait for what was asked for, but not longer than this. Raises `StoreError` if it does not come."""
         copy = self.find(stamp)
-        return copy.wait(ticket, timeout_s), copy.sources.relays_used()
+        num_missing = copy.wait(ticket, timeout_s)
+        return Progress(num_missing, copy.sources.relays_used(), copy.sources.choice.num_dropped)
 
     def find(self, stamp: int, *, wait_s: float = 0.0) -> RelayCopy:
         """Return the copy of a part; wait a moment for a reader to want it. `NotHere` if none does."""

@@ -52,6 +52,11 @@ class SourceChoice:
         self._probed: int | None = None
         self._spent_s, self._pause_s = 0.0, FIRST_PROBE_S
 
+    @property
+    def num_dropped(self) -> int:
+        """How many sources are not used any more."""
+        return len(self._speeds) - len(self._usable)
+
     def pick(self) -> int | None:
         """Return the source of the next chunk; None if no source is left."""
         if not self._usable:

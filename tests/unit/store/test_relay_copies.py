@@ -91,9 +91,9 @@ class Host:
 
     def finish(self, wanted: Wanted) -> tuple[Relay, ...]:
         """Wait for what is wanted; return the relays that it came from."""
-        missing, came_from = self.copies.wait(wanted.stamp, wanted.ticket, LIMIT_S)
-        assert missing == 0
-        return came_from
+        progress = self.copies.wait(wanted.stamp, wanted.ticket, LIMIT_S)
+        assert progress.num_missing == 0
+        return progress.relays
 
     @property
     def copy(self) -> RelayCopy:
@@ -151,7 +151,7 @@ def test_bytes_are_passed_on_while_others_are_still_to_come(origin: Origin, host
     origin.hold_back(HEADER + FIRST_CHUNK)
     first, second = near.want(origin.record), far.want(origin.record, ALL, near)
     assert far.finish(far.want(origin.record, HEAD, near)) == (near.relay,)
-    assert near.copies.wait(STAMP, first.ticket, 0.0)[0] > 0, "the near one does not have everything yet"
+    assert near.copies.wait(STAMP, first.ticket, 0.0).num_missing > 0, "the near one does not have everything yet"
     origin.give_all()
     near.finish(first)
     assert far.finish(second) == (near.relay,)
