@@ -16,9 +16,8 @@ from forge.errors import StoreError, StoreKeyError
 from forge.runtime.rendezvous import RENDEZVOUS, environment, is_insecure, run_secret
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
-from forge.store.intervals import Intervals
-from forge.store.records import Assignment, Holder, Relay, SegmentRecord, label_of, relayed_stamp
-from forge.store.relay_copies import BEGIN_S, RelayCopies, Wanted
+from forge.store.records import Assignment, Holder, SegmentRecord, copied_part, label_of, labelled_memory
+from forge.store.relay_copies import BEGIN_S, RelayCopies
 from forge.store.relay_sources import RELAY_STALL_S
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import Range, rdma
@@ -84,16 +83,16 @@ class ServedSegments:
         return None if segment is None else memoryview(segment.map)
 
     def _find(self, name: str) -> Segment | None:
-        stamp = relayed_stamp(name)
-        if stamp is not None:
-            return self._relayed.find(stamp).segment
+        copied = copied_part(name)
+        if copied is not None:
+            return self._relayed.find(copied).segment
         return self._pool.get(name) or self._adopted.get(name)
 
     def wait_for(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Wait until ranges of a segment that this process relays are there."""
-        stamp = relayed_stamp(name)
-        if stamp is not None:
-            self._relayed.find(stamp, wait_s=BEGIN_S).wait_for(ranges)
+        copied = copied_part(name)
+        if copied is not None:
+            self._relayed.find(copied, wait_s=BEGIN_S).wait_for(ranges)
 
     def label(self, name: str, label: str) -> None:
         """Remember for which assignment a segment is held. Raise if that was abandoned meanwhile."""
@@ -162,7 +161,7 @@ class DataPlane:
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self.relayed = RelayCopies(client.segments)
+        self.relayed = RelayCopies(client.segments, run_secret)
         self.segments = ServedSegments(client.segments, self.relayed)
         self._server: DataServer | None = None
         self._readers: dict[str, DataClient] = {}
@@ -196,7 +195,7 @@ class DataPlane:
             "receive": self._receive,
             "digests": self._digests,
             "host_copy": self._copy_to_host,
-            "relay": self.relay,
+            "relay": self.relayed.want,
             "relayed": self.relayed.wait,
         }
         if name not in answers:
@@ -245,11 +244,6 @@ class DataPlane:
                 copied.set_stamp(0)
                 copied.flat().copy_(device.memory)  # with the header, and so with the stamp
         return SegmentRecord(device.size, stamp, tuple(self._own(copied, is_asked=True)))
-
-    def relay(self, key: str, parts: Sequence[tuple[SegmentRecord, bytes]], upstreams: Sequence[Relay]) -> list[Wanted]:
-        """Get ranges of parts for readers on this host: from relays of other hosts, or those who hold the parts."""
-        wanted = [(record, Intervals.unpack(ranges)) for record, ranges in parts]
-        return self.relayed.want(key, wanted, upstreams=upstreams, secret=run_secret())
 
     def hold_device(self, segment: DeviceSegment) -> tuple[Holder, ...]:
         """Make device memory readable for others: by those who see the GPU, and, when they ask, by everybody."""
@@ -364,9 +358,9 @@ class DataPlane:
             for name in self.segments.abandon(segment):
                 self._client.drop(name)
             return True
-        stamp = relayed_stamp(segment)
-        if stamp is not None:
-            self.relayed.drop(stamp)
+        memory = labelled_memory(segment)
+        if memory is not None:
+            self.relayed.drop(memory)
             return True
         self.segments.drop(segment)
         with self._guard:

@@ -19,7 +19,7 @@ from forge.store.intervals import Intervals
 from forge.store.part_sources import Source, open_source
 from forge.store.records import Lease, Relay, Route, Version
 from forge.store.relay_copies import NoRoom, Progress, Wanted
-from forge.store.relay_sources import FASTER, NoSource, NotHere, check_filling
+from forge.store.relay_sources import FASTER, NoSource, NotHere, PartRanges, check_filling
 from forge.store.segments import Segment
 
 T = TypeVar("T")
@@ -120,15 +120,16 @@ class OpenedParts:
 
     def _bring(self, route: Route, needed: Mapping[int, Intervals]) -> None:
         relay = _relay_at(self._client, route.relay)
-        parts = [(self.sources[index].part.segment, ranges.packed()) for index, ranges in needed.items()]
-        answers: list[Wanted] = relay("relay", (self.version.key, parts, route.upstreams))
+        opened = [self.sources[index].part for index in needed]
+        parts = [PartRanges(part.rank, part.segment, needed[i]) for i, part in zip(needed, opened, strict=True)]
+        answers: list[Wanted] = relay("relay", (self.version.key, route.relay, route.upstreams, parts))
         wanted = dict(zip(needed, answers, strict=True))
         for index, each in wanted.items():
             self.num_received += each.num_new
             source = self.sources[index]
             watch = None if route.relay.session == self._client.session else _Watch(self._client, source, needed[index])
             while True:
-                progress: Progress = relay("relayed", (each.stamp, each.ticket, _TICK_S))
+                progress: Progress = relay("relayed", ((each.copy, each.rank), each.ticket, _TICK_S))
                 self._came_from.update(progress.relays)
                 if not progress.num_missing:
                     break

@@ -92,14 +92,13 @@ class Intervals:
         at = np.searchsorted(self.starts, other.starts, side="right") - 1
         return bool(len(other) == 0 or (at.min() >= 0 and (self.ends[at] >= other.ends).all()))
 
-    def packed(self) -> bytes:
-        """Return the set as bytes, for another process."""
-        return np.concatenate((self.starts, self.ends)).tobytes()
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpacked, (np.concatenate((self.starts, self.ends)).tobytes(),)
 
-    @classmethod
-    def unpack(cls, data: bytes) -> Intervals:
-        starts, ends = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
-        return cls(starts, ends)
+
+def _unpacked(data: bytes) -> Intervals:
+    starts, ends = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
+    return Intervals(starts, ends)
 
 
 Runs = tuple[Ends, Ends]

@@ -9,12 +9,20 @@ byte once, however many hosts there are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from forge.errors import StoreError
-from forge.store.records import Relay, Route, relay_label
+from forge.store.records import Relay, Route, memory_label
 from forge.store.registry_pins import PinningRegistry
-from forge.store.registry_state import Key, PendingVersion, StoredVersion, VersionRelays
+from forge.store.registry_state import (
+    Key,
+    PendingVersion,
+    RegistryListener,
+    RelayMemory,
+    StoredVersion,
+    VersionRelays,
+)
 
 Distribution = Literal["auto", "direct"]
 MOST_UPSTREAMS: Final = 3
@@ -38,9 +46,15 @@ class RelayingRegistry(PinningRegistry):
     """The registry, with relays.
 
     A relay keeps its copy of a version while readers use it, and of the newest version, which more readers may want.
+    The memory of an older version that no reader uses is free for the next one: so a host needs memory for one version,
+    and its pages stay warm.
     """
 
     distribution: Distribution = "auto"
+
+    def __init__(self, listener: RegistryListener) -> None:
+        super().__init__(listener)
+        self._relay_spares: dict[tuple[Key, str], RelayMemory] = {}
 
     def set_distribution(self, distribution: Distribution) -> None:
         """Set whether readers of a host share what comes from other hosts (`auto`), or each get it (`direct`)."""
@@ -53,17 +67,28 @@ class RelayingRegistry(PinningRegistry):
         """
         if lease not in self._leases:
             raise StoreError("there is no such lease", value=lease, rule="the lease of a version, until it is released")
-        relays = self._leases[lease][2].relays
+        _, key, stored = self._leases[lease]
+        relays = stored.relays
         relays.failed.update(failed)
         if self.distribution == "direct" or reader.session in relays.failed:
             return None
-        relays.leases.add(lease)
-        relays.sessions.add(reader.session)
         usable = [relay for relay in relays.order if relay.session not in relays.failed and relay.host == reader.host]
-        if not usable:
-            relays.order.append(reader)
-            usable = [reader]
-        return Route(usable[-1], upstreams_of(relays.order, usable[-1], failed=relays.failed))
+        relay = usable[-1] if usable else self._new_relay(key, relays, reader)
+        relays.leases.add(lease)
+        relays.openers[relay.memory].add(reader.session)
+        return Route(relay, upstreams_of(relays.order, relay, failed=relays.failed))
+
+    def _new_relay(self, key: Key, relays: VersionRelays, reader: Relay) -> Relay:
+        """Choose a relay for a host: the process that has memory from an earlier version, or this reader's."""
+        spare = self._relay_spares.pop((key, reader.host), None)
+        if spare is not None and spare.relay.session in relays.failed:
+            self._drop_memory(spare)
+            spare = None
+        copy = next(self._ids)
+        relay = replace(reader, copy=copy, memory=copy) if spare is None else replace(spare.relay, copy=copy)
+        relays.order.append(relay)
+        relays.openers[relay.memory] = {relay.session} if spare is None else spare.openers
+        return relay
 
     def release(self, lease: int) -> None:
         """Release a lease. What relays hold of an older version goes with its last reader on another host."""
@@ -71,18 +96,18 @@ class RelayingRegistry(PinningRegistry):
         super().release(lease)
         if stored is not None and lease in stored.relays.leases:
             stored.relays.leases.discard(lease)
-            self._drop_if_idle(key, stored)
+            self._free_if_idle(key, stored)
 
     def _complete(self, pending: PendingVersion) -> None:
         super()._complete(pending)
         for stored in list(self._stored.get(pending.key, {}).values()):
-            self._drop_if_idle(pending.key, stored)
+            self._free_if_idle(pending.key, stored)
 
-    def _drop_if_idle(self, key: Key, stored: StoredVersion) -> None:
-        """Drop what relays hold of a version that has no reader on another host now, unless it is the newest."""
+    def _free_if_idle(self, key: Key, stored: StoredVersion) -> None:
+        """Free what relays hold of a version that no reader on another host uses now, unless it is the newest."""
         relays = stored.relays
-        if relays.sessions and not relays.leases and not self._is_newest(key, relays):
-            self._drop_relays(stored)
+        if relays.order and not relays.leases and not self._is_newest(key, relays):
+            self._free_relays(key, stored)
 
     def _is_newest(self, key: Key, relays: VersionRelays) -> bool:
         """Return whether it is the newest version under one of its names."""
@@ -92,16 +117,30 @@ class RelayingRegistry(PinningRegistry):
                 return True
         return False
 
-    def _drop_relays(self, stored: StoredVersion) -> None:
-        for part in stored.version.parts:
-            self._drop(relay_label(part.segment.stamp), stored.relays.sessions)
-        stored.relays.order.clear()
-        stored.relays.sessions.clear()
+    def _free_relays(self, key: Key, stored: StoredVersion) -> None:
+        """Free the memory of a version's relays: for the next version of its key, if one may come there."""
+        relays, newest = stored.relays, self.newest(key)
+        is_wanted = stored.has_spare and newest is not None and newest > stored.version.number
+        for relay in relays.order:
+            memory = RelayMemory(relay, relays.openers.pop(relay.memory))
+            if is_wanted and relay.session not in relays.failed and (key, relay.host) not in self._relay_spares:
+                self._relay_spares[key, relay.host] = memory
+            else:
+                self._drop_memory(memory)
+        relays.order.clear()
+
+    def _drop_memory(self, memory: RelayMemory) -> None:
+        self._drop(memory_label(memory.relay.memory), memory.openers)
 
     def _free(self, key: Key, stored: StoredVersion) -> None:
         super()._free(key, stored)
         if stored.original is None:
-            self._drop_relays(stored)
+            self._free_relays(key, stored)
+
+    def _drop_spares(self, key: Key) -> None:
+        super()._drop_spares(key)
+        for name in [name for name in self._relay_spares if name[0] == key]:
+            self._drop_memory(self._relay_spares.pop(name))
 
     def left(self, session: int, who: str = "a process") -> None:
         """Release what only a process needed or held that has ended, and use it as a relay no more."""
@@ -110,3 +149,5 @@ class RelayingRegistry(PinningRegistry):
         for stored in known | {stored for _, _, stored in self._leases.values()}:
             if any(relay.session == session for relay in stored.relays.order):
                 stored.relays.failed.add(session)
+        for name in [name for name, spare in self._relay_spares.items() if spare.relay.session == session]:
+            self._drop_memory(self._relay_spares.pop(name))

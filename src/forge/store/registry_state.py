@@ -70,18 +70,26 @@ class SpareSegment:
     openers: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class RelayMemory:
+    """Memory of a relay, and the sessions that may have mapped it."""
+
+    relay: Relay
+    openers: set[int]
+
+
 @dataclass(eq=False)
 class VersionRelays:
     """The relays of a version: the processes through which readers on other hosts get it."""
 
     order: list[Relay] = field(default_factory=list)
     """In the order in which they began."""
+    openers: dict[int, set[int]] = field(default_factory=dict)
+    """For the memory of each, the sessions that may have mapped it."""
     failed: set[int] = field(default_factory=set)
     """Sessions that are not to relay it any more: they have ended, or readers could not get it through them."""
     leases: set[int] = field(default_factory=set)
     """Leases of the readers that use them."""
-    sessions: set[int] = field(default_factory=set)
-    """Sessions of relays and readers that may hold or have mapped their copies."""
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from forge.errors import StoreError
 from forge.store.intervals import Intervals
-from forge.store.records import HEADER, Relay, SegmentRecord
-from forge.store.relay_sources import NotHere, RelaySources
+from forge.store.records import HEADER, Relay
+from forge.store.relay_sources import NotHere, PartRanges, RelaySources
 from forge.store.segments import Segment, SegmentPool
 from forge.store.transports.tcp_server import MAX_RANGES
 
@@ -37,7 +37,9 @@ class NoRoom(StoreError):
 class Wanted:
     """What a reader asked a relay for: the memory in which it arrives, and how to wait for it."""
 
-    stamp: int
+    copy: int
+    memory: int
+    rank: int
     segment: str
     pid: int
     fd: int
@@ -64,6 +66,7 @@ class RelayCopy:
     def __init__(self, segment: Segment, sources: RelaySources) -> None:
         self.segment, self.sources = segment, sources
         segment.set_stamp(sources.stamp)
+        self._num_touched = segment.num_used
         self._wanted = self._present = Intervals.of([(0, HEADER)])
         self._memory = memoryview(segment.map)
         self._todo: deque[tuple[int, int]] = deque()
@@ -80,7 +83,13 @@ class RelayCopy:
     @property
     def num_coming(self) -> int:
         """Bytes that were asked for and take no memory yet."""
-        return self._wanted.num_bytes - self._present.num_bytes
+        return max(0, self._wanted.num_bytes - max(self._present.num_bytes, self._num_touched))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is written to its memory any more."""
+        with self._changed:
+            return self._num_working == 0
 
     def want(self, ranges: Intervals, ticket: int) -> int:
         """Have ranges fetched; `wait(ticket)` waits for them. Return how many bytes nobody had asked for before."""
@@ -136,7 +145,7 @@ class RelayCopy:
 
     def _set_wanted(self, wanted: Intervals) -> None:
         self._wanted = wanted
-        self.segment.num_used = wanted.num_bytes
+        self.segment.num_used = max(self._num_touched, wanted.num_bytes)
 
     # filling
 
@@ -202,41 +211,70 @@ def _adapted(size: int, took_s: float, pace_s: float) -> int:
 
 
 class RelayCopies:
-    """All that this process relays, by the stamp of the part."""
+    """All that this process relays: by the number of the copy, and by the rank whose part it is."""
 
-    def __init__(self, pool: SegmentPool) -> None:
-        self._pool = pool
-        self._copies: dict[int, RelayCopy] = {}
+    def __init__(self, pool: SegmentPool, secret: Callable[[], bytes]) -> None:
+        self._pool, self._secret = pool, secret
+        self._copies: dict[tuple[int, int], RelayCopy] = {}
+        self._uses: dict[int, int] = {}
+        """For each memory, the copy that is in it."""
+        self._free: dict[int, dict[int, Segment]] = {}
+        """For each memory, segments by rank that were used by an earlier copy."""
         self._tickets = itertools.count(1)
         self._changed = threading.Condition()
 
-    def want(
-        self, key: str, parts: Sequence[tuple[SegmentRecord, Intervals]], *, upstreams: Sequence[Relay], secret: bytes
-    ) -> list[Wanted]:
+    def want(self, key: str, relay: Relay, upstreams: Sequence[Relay], parts: Sequence[PartRanges]) -> list[Wanted]:
         """Have bytes of parts fetched, if they are not there. `NoRoom` if there is not enough memory for them."""
         with self._changed:
-            self._check_room(key, parts)
+            self._use(relay)
+            self._check_room(key, relay, parts)
+            wanted = [self._want(key, relay, part, RelaySources(part, upstreams, self._secret())) for part in parts]
             self._changed.notify_all()
-            return [
-                self._want(key, record, ranges, RelaySources(record, upstreams, secret)) for record, ranges in parts
-            ]
+        return wanted
 
-    def _want(self, key: str, record: SegmentRecord, ranges: Intervals, sources: RelaySources) -> Wanted:
-        copy = self._copies.get(record.stamp)
+    def _use(self, relay: Relay) -> None:
+        """Use a memory for a copy: that of an earlier version, which nobody reads, makes room."""
+        former = self._uses.get(relay.memory)
+        if former == relay.copy:
+            return
+        self._uses[relay.memory] = relay.copy
+        segments = self._free.setdefault(relay.memory, {})
+        for name in [name for name in self._copies if name[0] == former]:
+            copy = self._copies.pop(name)
+            copy.close()
+            if copy.is_quiet:
+                segments[name[1]] = copy.segment
+            else:
+                self._pool.drop(copy.segment.name)
+
+    def _want(self, key: str, relay: Relay, part: PartRanges, sources: RelaySources) -> Wanted:
+        name = relay.copy, part.rank
+        copy = self._copies.get(name)
         if copy is None:
-            segment = self._pool.create_sparse(f"{key}-relayed", record.size)
-            copy = self._copies[record.stamp] = RelayCopy(segment, sources)
+            segment = self._free_segment(relay.memory, part)
+            if segment is None:
+                segment = self._pool.create_sparse(f"{key}-relayed", part.record.size)
+            else:
+                del self._free[relay.memory][part.rank]
+            copy = self._copies[name] = RelayCopy(segment, sources)
         ticket = next(self._tickets)
-        num_new = copy.want(ranges, ticket)
-        return Wanted(record.stamp, copy.segment.name, os.getpid(), copy.segment.fd, ticket, num_new)
+        num_new, segment = copy.want(part.ranges, ticket), copy.segment
+        return Wanted(relay.copy, relay.memory, part.rank, segment.name, os.getpid(), segment.fd, ticket, num_new)
 
-    def _check_room(self, key: str, parts: Sequence[tuple[SegmentRecord, Intervals]]) -> None:
-        known = self._copies
-        needed = sum(
-            known[record.stamp].missing(ranges) if record.stamp in known else ranges.num_bytes
-            for record, ranges in parts
-        )
-        room = max(0, self._pool.room() - sum(copy.num_coming for copy in known.values()))
+    def _free_segment(self, memory: int, part: PartRanges) -> Segment | None:
+        """Return the segment of an earlier version's part, if this one fits."""
+        segment = self._free[memory].get(part.rank)
+        return segment if segment is not None and part.record.size <= segment.size <= 2 * part.record.size else None
+
+    def _check_room(self, key: str, relay: Relay, parts: Sequence[PartRanges]) -> None:
+        needed = 0
+        for part in parts:
+            copy, segment = self._copies.get((relay.copy, part.rank)), self._free_segment(relay.memory, part)
+            if copy is not None:
+                needed += copy.missing(part.ranges)
+            else:
+                needed += max(0, part.ranges.num_bytes - (0 if segment is None else segment.num_used))
+        room = max(0, self._pool.room() - sum(copy.num_coming for copy in self._copies.values()))
         if needed > room:
             raise NoRoom(
                 f"{needed / 2**30:.2f} GiB of memory are needed to relay {key!r}, and {room / 2**30:.2f} GiB are left",
@@ -246,27 +284,31 @@ class RelayCopies:
                 repair="give the host more memory, or publish in bfloat16",
             )
 
-    def wait(self, stamp: int, ticket: int, timeout_s: float) -> Progress:
+    def wait(self, name: tuple[int, int], ticket: int, timeout_s: float) -> Progress:
         """Wait for what was asked for, but not longer than this. Raises `StoreError` if it does not come."""
-        copy = self.find(stamp)
+        copy = self.find(name)
         num_missing = copy.wait(ticket, timeout_s)
         return Progress(num_missing, copy.sources.relays_used(), copy.sources.choice.num_dropped)
 
-    def find(self, stamp: int, *, wait_s: float = 0.0) -> RelayCopy:
-        """Return the copy of a part; wait a moment for a reader to want it. `NotHere` if none does."""
+    def find(self, name: tuple[int, int], *, wait_s: float = 0.0) -> RelayCopy:
+        """Return a copy by its number and rank; wait a moment for a reader to want it. `NotHere` if none does."""
         with self._changed:
-            if not self._changed.wait_for(lambda: stamp in self._copies, wait_s):
-                raise NotHere("this process does not relay this version", value=stamp)
-            return self._copies[stamp]
+            if not self._changed.wait_for(lambda: name in self._copies, wait_s):
+                raise NotHere("this process does not relay this version", value=name)
+            return self._copies[name]
 
-    def drop(self, stamp: int) -> None:
-        """Release the copy of a part, if there is one."""
+    def drop(self, memory: int) -> None:
+        """Release a memory, with the copy that is in it."""
         with self._changed:
-            copy = self._copies.pop(stamp, None)
-        if copy is not None:
-            copy.close()
-            self._pool.drop(copy.segment.name)
+            used = self._uses.pop(memory, None)
+            segments = list(self._free.pop(memory, {}).values())
+            for name in [name for name in self._copies if name[0] == used]:
+                copy = self._copies.pop(name)
+                copy.close()
+                segments.append(copy.segment)
+        for segment in segments:
+            self._pool.drop(segment.name)
 
     def close(self) -> None:
-        for stamp in list(self._copies):
-            self.drop(stamp)
+        for memory in list(self._uses):
+            self.drop(memory)

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
 from forge.errors import StoreError
-from forge.store.records import Holder, Relay, SegmentRecord, relay_label
+from forge.store.intervals import Intervals
+from forge.store.records import Holder, Relay, SegmentRecord, copy_label
 from forge.store.segments import STAMP_SIZE, unpack_stamp
 from forge.store.transports import Range
 from forge.store.transports.tcp_client import STALL_S, DataClient
@@ -34,6 +36,15 @@ class NotHere(StoreError):
 
 class NoSource(StoreError):
     """None of those who hold the bytes, or get them, can be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRanges:
+    """Ranges of one rank's part of a version."""
+
+    rank: int
+    record: SegmentRecord
+    ranges: Intervals
 
 
 class SourceChoice:
@@ -122,10 +133,11 @@ class _Speed:
 class RelaySources:
     """The sources of one part, shared by the streams that read it: relays first, then those who hold it."""
 
-    def __init__(self, record: SegmentRecord, upstreams: Sequence[Relay], secret: bytes) -> None:
+    def __init__(self, part: PartRanges, upstreams: Sequence[Relay], secret: bytes) -> None:
+        record = part.record
         holders = [holder for holder in record.holders if holder.transport == "tcp"]
         self.sources: tuple[Relay | Holder, ...] = (*upstreams, *holders)
-        self.stamp, self.size = record.stamp, record.size
+        self.stamp, self.rank = record.stamp, part.rank
         self.choice = SourceChoice(len(self.sources), num_relays=len(upstreams))
         self.num_received: Counter[int] = Counter()
         """Bytes from each source."""
@@ -219,7 +231,7 @@ class SourceStream:
 
     def _name(self, source: int) -> str:
         found = self._shared.sources[source]
-        return found.segment if isinstance(found, Holder) else relay_label(self._shared.stamp)
+        return found.segment if isinstance(found, Holder) else copy_label(found.copy, self._shared.rank)
 
     def _client(self, source: int) -> DataClient:
         """Return a connection to a source that has this filling of the segment, opened when it is first used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_they_are_sets(seed: int) -> None:
         assert (found.starts < found.ends).all()
         assert (found.starts[1:] >= found.ends[:-1]).all()
     assert one.covers(other) == (theirs <= mine)
-    assert Intervals.unpack(one.packed()) == one
+    assert pickle.loads(pickle.dumps(one)) == one
     assert (one | other) == (other | one)
 
 

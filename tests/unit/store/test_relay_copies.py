@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ import pytest
 from forge.errors import StoreError
 from forge.store.data_plane import ServedSegments
 from forge.store.intervals import Intervals
-from forge.store.records import HEADER, Holder, Relay, SegmentRecord, relay_label
+from forge.store.records import HEADER, Holder, Relay, SegmentRecord, copy_label
 from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, _adapted
-from forge.store.relay_sources import LEAST_PACE_S, NoSource, NotHere
+from forge.store.relay_sources import LEAST_PACE_S, NoSource, NotHere, PartRanges
 from forge.store.segments import SegmentPool, pack_stamp
 from forge.store.transports.tcp_server import DataServer
 from memory_segments import MemorySegments
 
 SECRET = b"secret"
 STAMP = 77
+RANK = 3
 SIZE = HEADER + 4 * FIRST_CHUNK
 LIMIT_S = 600.0
 HEAD = Intervals.of([(HEADER, FIRST_CHUNK)])
@@ -80,24 +82,28 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.pool = SegmentPool("run")
-        self.copies = RelayCopies(self.pool)
+        self.copies = RelayCopies(self.pool, lambda: SECRET)
         self.server = DataServer(SECRET, segments=ServedSegments(self.pool, self.copies), on_ask=lambda *_: None)
-        self.relay = Relay(name, os.getpid(), 5, self.server.address)
+        self.relay = Relay(name, os.getpid(), 5, self.server.address, copy=7, memory=7)
 
     def want(self, record: SegmentRecord, ranges: Intervals = ALL, *upstreams: Host) -> Wanted:
         relays = [upstream.relay for upstream in upstreams]
-        (wanted,) = self.copies.want("policy", [(record, ranges)], upstreams=relays, secret=SECRET)
+        (wanted,) = self.copies.want("policy", self.relay, relays, [PartRanges(RANK, record, ranges)])
         return wanted
+
+    def begin_next_version(self) -> None:
+        """From here on another version is wanted, in the same memory."""
+        self.relay = replace(self.relay, copy=self.relay.copy + 1)
 
     def finish(self, wanted: Wanted) -> tuple[Relay, ...]:
         """Wait for what is wanted; return the relays that it came from."""
-        progress = self.copies.wait(wanted.stamp, wanted.ticket, LIMIT_S)
+        progress = self.copies.wait((wanted.copy, wanted.rank), wanted.ticket, LIMIT_S)
         assert progress.num_missing == 0
         return progress.relays
 
     @property
     def copy(self) -> RelayCopy:
-        return self.copies.find(STAMP)
+        return self.copies.find((self.relay.copy, RANK))
 
     def content(self, ranges: Intervals = ALL) -> bytes:
         return b"".join(self.copy.segment.map[start : start + size] for start, size in ranges)
@@ -151,7 +157,7 @@ def test_bytes_are_passed_on_while_others_are_still_to_come(origin: Origin, host
     origin.hold_back(HEADER + FIRST_CHUNK)
     first, second = near.want(origin.record), far.want(origin.record, ALL, near)
     assert far.finish(far.want(origin.record, HEAD, near)) == (near.relay,)
-    assert near.copies.wait(STAMP, first.ticket, 0.0).num_missing > 0, "the near one does not have everything yet"
+    assert near.copies.wait((7, RANK), first.ticket, 0.0).num_missing > 0, "the near one does not have everything yet"
     origin.give_all()
     near.finish(first)
     assert far.finish(second) == (near.relay,)
@@ -203,7 +209,7 @@ def test_what_failed_may_be_wanted_again(origin: Origin, hosts: tuple[Host, Host
     wanted = host.want(gone.record)
     with pytest.raises(NoSource, match=r"the publisher \(pid 1 on host a, tcp:.*could not open the connection"):
         host.finish(wanted)
-    host.copies.drop(STAMP)
+    host.copies.drop(7)
     host.finish(host.want(origin.record))
     assert host.content() == cut(origin.data)
 
@@ -250,7 +256,7 @@ def test_a_copy_that_is_dropped_ends_its_transfer(origin: Origin, hosts: tuple[H
     waiting.start()
     streams = [thread for thread in threading.enumerate() if thread.name == "forge-relay"]
     assert len(streams) == 2
-    host.copies.drop(STAMP)
+    host.copies.drop(7)
     waiting.join(LIMIT_S)
     assert failures == [NotHere]
     for stream in streams:
@@ -259,7 +265,7 @@ def test_a_copy_that_is_dropped_ends_its_transfer(origin: Origin, hosts: tuple[H
     assert len(host.pool) == 0
     assert f"memfd:{wanted.segment}" not in "".join(os.readlink(f"/proc/self/fd/{fd}") for fd in open_files())
     with pytest.raises(NotHere, match="does not relay this version"):
-        host.copies.wait(STAMP, wanted.ticket, 0)
+        host.copies.wait((7, RANK), wanted.ticket, 0)
 
 
 def open_files() -> list[str]:
@@ -285,17 +291,72 @@ def test_a_copy_takes_no_memory_for_what_is_not_wanted(origin: Origin, hosts: tu
     assert Path("/proc/self/maps").read_text().count(f"memfd:{host.copy.segment.name}") == 1
 
 
-def test_others_find_it_by_the_label_of_the_part(origin: Origin, hosts: tuple[Host, Host]) -> None:
+def test_others_find_it_by_its_label(origin: Origin, hosts: tuple[Host, Host]) -> None:
     host, _ = hosts
     host.finish(host.want(origin.record))
     served = ServedSegments(host.pool, host.copies)
-    fd, size = served.open(relay_label(STAMP))
+    fd, size = served.open(copy_label(7, RANK))
     assert (os.fstat(fd).st_ino, size) == (os.fstat(host.copy.segment.fd).st_ino, SIZE)
-    served.release(relay_label(STAMP))
-    whole = served.mapped(relay_label(STAMP))
+    served.release(copy_label(7, RANK))
+    whole = served.mapped(copy_label(7, RANK))
     assert whole is not None
     assert bytes(whole[HEADER:]) == cut(origin.data)
     whole.release()
+
+
+def test_the_memory_of_an_earlier_version_is_used_again(
+    origin: Origin, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, _ = hosts
+    first = host.want(origin.record)
+    host.finish(first)
+    newer = Origin(stamp=STAMP + 1)
+    host.begin_next_version()
+    monkeypatch.setattr(host.pool, "room", lambda: 0)  # it has its memory
+    second = host.want(replace(newer.record, stamp=STAMP + 1), HEAD)
+    host.finish(second)
+    assert (second.segment, second.memory, second.copy) == (first.segment, 7, 8)
+    assert len(host.pool) == 1
+    assert host.copy.segment.stamp == STAMP + 1
+    assert host.content(HEAD) == cut(newer.data, HEAD)
+    with pytest.raises(NotHere, match="does not relay this version"):
+        host.copies.find((7, RANK))
+    with pytest.raises(NotHere, match="no reader here wants"):
+        host.copy.wait_for([(HEADER + FIRST_CHUNK, 1)])
+    host.copies.drop(7)
+    assert len(host.pool) == 0
+    newer.close()
+
+
+def test_memory_that_is_still_written_to_is_not_used_again(origin: Origin, hosts: tuple[Host, Host]) -> None:
+    host, _ = hosts
+    origin.hold_back()
+    first = host.want(origin.record)
+    held_up = host.copy
+    newer = Origin(stamp=STAMP + 1)
+    host.begin_next_version()
+    second = host.want(replace(newer.record, stamp=STAMP + 1))
+    assert second.segment != first.segment
+    host.finish(second)
+    origin.give_all()
+    with pytest.raises(NotHere, match="was released"):
+        held_up.wait(first.ticket, LIMIT_S)
+    assert host.content() == cut(newer.data)
+    assert len(host.pool) == 1
+    newer.close()
+
+
+def test_memory_that_does_not_fit_is_not_used_again(origin: Origin, hosts: tuple[Host, Host]) -> None:
+    host, _ = hosts
+    first = host.want(origin.record, HEAD)
+    host.finish(first)
+    host.begin_next_version()
+    small = replace(origin.record, size=SIZE // 3)
+    second = host.want(small, Intervals.of([(HEADER, 10)]))
+    host.finish(second)
+    assert second.segment != first.segment
+    host.copies.drop(7)
+    assert len(host.pool) == 0
 
 
 def test_chunks_grow_until_they_take_a_while() -> None:
