@@ -200,6 +200,8 @@ def _covered(outer: StartPhase, phases: Sequence[StartPhase]) -> float:
 
 def kind_of(process: str) -> str:
     """Return the name of a process without its number: `generator-1` is a `generator`."""
+    if re.fullmatch(r"rank-\d+", process):  # of a program that was started several times: each runs the whole loop
+        return CONTROLLER
     return re.sub(r"(-\d+)?(-rank-\d+)?$", "", process)
 
 
