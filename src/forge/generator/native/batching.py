@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.config import GeneratorConfig, UpdateMode
 from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.counts import Counts
 from forge.generator.native.decode_graphs import LastSampled
+from forge.generator.native.intake import sequences_of
 from forge.generator.native.launched import LaunchedStep
 from forge.generator.native.pages import PagePool
-from forge.generator.native.randomness import completion_seed, fresh_seed
 from forge.generator.native.runner import ModelRunner
 from forge.generator.native.sampler import Sampled, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
 from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 from forge.generator.native.version_order import VersionOrder
-from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
 from forge.runtime.device_memory import OutOfDeviceMemory
 from forge.types import FinishReason
@@ -84,7 +83,6 @@ class Batching:
         self._ahead: LaunchedStep | None = None
         self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
-        self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
 
     def flush(self) -> None:
@@ -102,43 +100,13 @@ class Batching:
         pending.deliver = lambda found: self._messages.append((deliver, found))
         if deliver_delta is not None:
             pending.deliver_delta = lambda delta: self._messages.append((deliver_delta, delta))
-        seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
-        each = [self._completion(pending, index, seed) for index in range(request.sampling.n)]
+        each = sequences_of(pending, self._tokenizer, max_seq_len=self.max_seq_len)
         for start in range(0, len(each), limit):
             leader = each[start]
             leader.siblings = each[start + 1 : start + limit]
             self.scheduler.waiting.append(leader)
         self.order.is_mixed = self.order.is_mixed or pending.weights is not None
         self.counts.num_prompt_tokens += len(request.prompt_ids)
-
-    def _completion(self, pending: PendingRequest, index: int, seed: int) -> SequenceState:
-        request = pending.request
-        sampling, prompt = request.sampling, request.prompt_ids
-        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model_stops))
-        room = self.max_seq_len - len(prompt)
-        return SequenceState(
-            ids=list(prompt),
-            num_prompt=len(prompt),
-            max_len=len(prompt) + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
-            pending=pending,
-            index=index,
-            weights=pending.weights,
-            row=SampleRow(
-                sampling=sampling,
-                seed=completion_seed(seed, index),
-                prompt_ids=prompt,
-                token_ids=[],
-                stop_ids=stops,
-            ),
-            tracker=self._tracker(sampling, always=pending.deliver_delta is not None),
-            stop_ids=frozenset(stops),
-        )
-
-    def _tracker(self, sampling: Sampling, *, always: bool) -> TextTracker | None:
-        """Return a tracker for requests that stream or have stop strings; decoding token by token costs time."""
-        if self._tokenizer is None or not (always or sampling.stop):
-            return None
-        return TextTracker(self._tokenizer, sampling)
 
     def enter_score(self, job: ScoreJob) -> None:
         """Queue tokens to be scored."""
