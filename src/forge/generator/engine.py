@@ -31,6 +31,7 @@ class EngineCapabilities:
         pinned_versions: serves pinned versions beside the live weights: it follows `Request.version` and has
             `unload_version`.
         scores_tempered: `score` takes other temperatures than 1.
+        speculation: follows `generator.speculation`.
         reserves_gpu_share: takes `generator.gpu_memory_share` of the whole GPU when it starts. Other engines apply the
             share to their cache only, and can size it to what a trainer on the same GPU leaves free.
     """
@@ -45,6 +46,7 @@ class EngineCapabilities:
     top_logprobs: bool = False
     pinned_versions: bool = False
     scores_tempered: bool = False
+    speculation: bool = False
     reserves_gpu_share: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,12 +14,13 @@ from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.counts import Counts
 from forge.generator.native.decode_graphs import LastSampled
+from forge.generator.native.drafts import is_right, make_drafts
 from forge.generator.native.intake import sequences_of
 from forge.generator.native.launched import LaunchedStep
 from forge.generator.native.pages import PagePool
 from forge.generator.native.runner import ModelRunner
 from forge.generator.native.sampler import Sampled, Sampler, SampleRow
-from forge.generator.native.schedule import Piece, Scheduler
+from forge.generator.native.schedule import Piece, Scheduler, by_adapter
 from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 from forge.generator.native.version_order import VersionOrder
 from forge.models.locate import ResolvedModel
@@ -78,6 +80,7 @@ class Batching:
             chunk_tokens=config.prefill_chunk_tokens or _CHUNK_TOKENS[self.runner.device.type],
             max_pages=self.runner.max_pages,
         )
+        self.drafts = make_drafts(config, self.scheduler, vocab_size=self.sampler.vocab_size)
         self.order = VersionOrder(self.scheduler)
         self.counts = Counts()
         self._ahead: LaunchedStep | None = None
@@ -213,7 +216,7 @@ class Batching:
             return
         looks_ahead = self.runner.has_recorded_steps if self.looks_ahead is None else self.looks_ahead
         try:
-            if looks_ahead and self.order.continues:
+            if looks_ahead and self.order.continues and self.drafts is None:
                 self._ahead = self._launch_ahead(launched, admit=admit)
         finally:
             self._process(launched)
@@ -255,10 +258,14 @@ class Batching:
         for piece in pieces:
             is_decode = piece.end - piece.start == 1 and piece.samples
             (decodes if is_decode else others).append(piece)
+        if self.drafts is not None and decodes:
+            decodes = self.drafts.attach(decodes, self.scheduler)
+            others = by_adapter(others + [piece for piece in decodes if piece.draft])
+            decodes = [piece for piece in decodes if not piece.draft]
         if not others:
             return self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
         if not self.runner.on_gpu:
-            self._compute(pieces, version)
+            self._compute(by_adapter(others + decodes), version)
             return None
         self._compute(others, version)
         decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
@@ -301,9 +308,10 @@ class Batching:
         ends: dict[int, int] = {}
         total = 0
         for piece in pieces:
-            total += piece.end - piece.start
+            total += piece.size
             ends[id(piece)] = total
-        index = [ends[id(piece)] - 1 for piece in decoding]
+        index = [ends[id(piece)] - 1 - back for piece in decoding for back in range(len(piece.draft), -1, -1)]
+        num_sampled = len(index)
         for piece in scoring:
             end = ends[id(piece)]
             index += range(end - (piece.end - piece.start), end)
@@ -311,13 +319,13 @@ class Batching:
         for piece in pieces:
             if not piece.samples and piece.sequence.score is None:
                 self.scheduler.computed(piece)
-        place = len(decoding)
+        place = num_sampled
         for piece in scoring:
             size = piece.end - piece.start
             self._scored(piece, hidden[place : place + size])
             place += size
         if decoding:
-            self._process(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
+            self._process(self._sample(decoding, self.runner.logits(hidden[:num_sampled]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
@@ -340,22 +348,30 @@ class Batching:
             job.deliver(found)
 
     def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> LaunchedStep:
-        """Sample the next token of every piece, and the first one of siblings that start here."""
+        """Sample the next token of every piece, one after each token of its draft, and the first one of siblings that
+        start here."""
         sequences: list[SequenceState] = []
         index: list[int] = []
+        num_ahead: list[int] = []
         copies: list[tuple[int, int]] = []
-        for number, piece in enumerate(pieces):
+        num_logits = 0
+        for piece in pieces:
             self.scheduler.computed(piece)
             siblings = piece.sequence.siblings
             if siblings:
                 copies += self.scheduler.fork(piece.sequence)
             begun = [piece.sequence, *(sibling for sibling in siblings if sibling.slot >= 0)]
+            begun += [piece.sequence] * len(piece.draft)
             sequences += begun
-            index += [number] * len(begun)
+            num_ahead += range(len(begun)) if piece.draft else [0] * len(begun)
+            index += range(num_logits, num_logits + len(begun)) if piece.draft else [num_logits] * len(begun)
+            num_logits += 1 + len(piece.draft)
         self.runner.copy_pages(copies)
-        if len(index) > len(pieces):
+        if len(index) > num_logits:
             logits = logits[torch.tensor(index, device=logits.device)]
-        return LaunchedStep(sequences, self.sampler.sample(logits, _rows(sequences)), version)
+        drafted = {piece.sequence: piece for piece in pieces if piece.draft}
+        sampled = self.sampler.sample(logits, _rows(sequences), num_ahead=num_ahead)
+        return LaunchedStep(sequences, sampled, version, drafted=drafted)
 
     def _process(self, launched: LaunchedStep) -> None:
         """Wait for the tokens of a step, and process those of completions that have not ended since its launch."""
@@ -367,15 +383,26 @@ class Batching:
                 if piece.sequence.slot >= 0:
                     self.scheduler.computed(piece)
         skipped = [place for place, sequence in enumerate(sequences) if sequence.slot < 0]
+        broken: dict[int, NonFiniteError] = {}
         try:
             found = sampled.fetch(skip=skipped)
         except NonFiniteError as error:
-            broken = cast("tuple[int, ...]", error.value)
+            broken = dict.fromkeys(cast("tuple[int, ...]", error.value), error)
             found = sampled.fetch(skip=(*skipped, *broken))
             for place in broken:
-                self._fail(sequences[place], error)
-        for sequence, token, logprob, full in zip(sequences, *found, strict=True):
+                if sequences[place] not in launched.drafted:
+                    self._fail(sequences[place], error)
+        num_behind = 0
+        for place, (sequence, token, logprob, full) in enumerate(zip(sequences, *found, strict=True)):
+            num_behind = num_behind + 1 if place and sequences[place - 1] is sequence else 0
             if sequence.slot < 0 or not sequence.is_wanted:
+                continue
+            if num_behind:
+                if not is_right(launched.drafted[sequence], num_behind):
+                    continue
+                self.scheduler.computed(Piece(sequence, len(sequence.ids) - 1, len(sequence.ids)))
+            if place in broken:
+                self._fail(sequence, broken[place])
                 continue
             self.counts.num_tokens += 1
             reason = sequence.add_token(token, logprob, full, launched.version)
@@ -383,6 +410,9 @@ class Batching:
                 self._finish(sequence, reason)
             elif sequence.pending is not None and sequence.pending.deliver_delta is not None:
                 sequence.pending.deliver_delta(sequence.delta())
+        for piece in launched.drafted.values():
+            assert self.drafts is not None
+            self.drafts.note(piece)
 
     def _fail(self, sequence: SequenceState, error: BaseException) -> None:
         """Fail a completion, and the others of its request."""
@@ -409,9 +439,10 @@ class Batching:
 
     def stats(self, version: int, *, is_asleep: bool, num_open: int) -> EngineStats:
         """Return the statistics. Thread-safe: each number is consistent, not all of them together."""
-        return self.counts.stats(
+        found = self.counts.stats(
             self.scheduler, version, is_asleep=is_asleep, num_open=num_open, device=str(self.runner.device)
         )
+        return found if self.drafts is None else replace(found, more={**found.more, **self.drafts.stats()})
 
 
 def _rows(sequences: Sequence[SequenceState]) -> list[SampleRow]:

@@ -62,6 +62,7 @@ class NativeEngine:
         scores_tempered=True,
         live_adapter=True,
         adapters=True,
+        speculation=True,
     )
 
     @staticmethod

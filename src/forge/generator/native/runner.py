@@ -414,13 +414,11 @@ class ModelRunner:
             registry.clear()
 
     def _rows(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> StepRows:
-        sizes = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
+        sizes = np.array([piece.size for piece in pieces], dtype=np.int64)
         starts = np.zeros(len(pieces) + 1, dtype=np.int32)
         np.cumsum(sizes, out=starts[1:])
-        contexts = np.array([piece.end for piece in pieces], dtype=np.int32)
-        token_ids: list[int] = []
-        for piece in pieces:
-            token_ids += piece.sequence.ids[piece.start : piece.end]
+        contexts = np.array([piece.reach for piece in pieces], dtype=np.int32)
+        token_ids = [token for piece in pieces for token in piece.token_ids]
         firsts = np.array([piece.start for piece in pieces], dtype=np.int64)
         positions = np.arange(len(token_ids)) - np.repeat(starts[:-1] - firsts, sizes)
         pages = table[[piece.sequence.slot for piece in pieces]][:, : -(-int(contexts.max()) // PAGE)]
