@@ -13,17 +13,8 @@ from torch import Tensor
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
 from forge.generator.native.adapters import AttachedAdapters, segments_of
-from forge.generator.native.cache_size import (
-    CacheNeed,
-    ColocatedGeneratorConfig,
-    StepWork,
-    adapter_bytes,
-    pages_in_turns,
-    pages_on_cpu,
-    pages_on_gpu,
-    records_steps,
-    step_work,
-)
+from forge.generator.native.cache_room import choose_num_pages
+from forge.generator.native.cache_size import records_steps
 from forge.generator.native.decode_graphs import DecodeGraphs, LastSampled, StepRows, places_of, tokens_of
 from forge.generator.native.loading import load_first_adapter, load_weights
 from forge.generator.native.memory import Caches, choose_memory
@@ -44,7 +35,6 @@ from forge.models.inference import (
     PagedRow,
     build_for_inference,
     cache_shapes,
-    page_bytes,
     paged_layers,
     parameters_once,
 )
@@ -53,7 +43,6 @@ from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
 from forge.models.peft_files import resolve_adapter
 from forge.models.quantized import quantized_tensors
-from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
 
@@ -101,7 +90,7 @@ class ModelRunner:
         self._in_use: PinnedWeights | None = None
         self.pinned = PinnedModels(self, most=max_pinned(config, on_gpu=self.on_gpu))
         self.max_pages = -(-max_seq_len // PAGE)
-        self.num_pages = self._choose_num_pages()
+        self.num_pages = choose_num_pages(self)
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
         self._saved_graphs: DecodeGraphs | None = None
@@ -119,7 +108,7 @@ class ModelRunner:
         return bool(self.device.type == "cuda")
 
     @property
-    def _cache_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> torch.dtype:
         if self.config.kv_cache_dtype == "fp8":
             return torch.float8_e4m3fn
         return self.dtype if self.on_gpu else torch.float32
@@ -139,63 +128,11 @@ class ModelRunner:
                 repair="set generator.kv_cache_dtype=auto",
             )
 
-    def _choose_num_pages(self) -> int:
-        each = page_bytes(self.facts, item_bytes=self._cache_dtype.itemsize)
-        least = self.max_pages + 1
-        need = CacheNeed(each, least, least + self.max_pages * self.config.max_batch)
-        if self.config.kv_cache_gb is not None:
-            num = int(self._checked_gb(self.config.kv_cache_gb) * _GIB) // each
-        elif self.on_gpu:
-            num = self._pages_on_gpu(need)
-        else:
-            num = pages_on_cpu(need, free_bytes=memory()["available"])
-        if num < least:
-            raise ConfigError(
-                "the cache cannot hold one sequence of full length",
-                path="generator.kv_cache_gb",
-                value=self.config.kv_cache_gb,
-                rule=f"at least {least * each / _GIB:.3g} GiB for sequences of {self.max_seq_len} tokens; "
-                f"there is room for {num * PAGE} tokens",
-                repair="raise generator.kv_cache_gb, or lower generator.max_seq_len",
-            )
-        return num
-
-    def _pages_on_gpu(self, need: CacheNeed) -> int:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        free = max(0, free - self._pinned_bytes() - adapter_bytes(self.config, self.facts, item=self.dtype.itemsize))
-        config, share = self.config, self.config.gpu_memory_share
-        if not isinstance(config, ColocatedGeneratorConfig) or share is not None:
-            return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
-        each = max(0, free - config.expected_bytes) // config.num_colocated
-        return pages_in_turns(need, free_bytes=each, work=self._step_work())
-
-    def _pinned_bytes(self) -> int:
-        """Return the memory that the cache leaves to pinned versions."""
-        weights = sum(each.numel() for each in self.updated.values()) * int(self.dtype.itemsize)
-        return int((self.config.pinned_versions or 0) * (weights + self._step_work().graphs))
-
-    def _step_work(self) -> StepWork:
-        kept = None if self.adapter is None else self.adapter.base_dtype
-        return step_work(self.facts, self.config, item=self.dtype.itemsize, on_gpu=self.on_gpu, base_dtype=kept)
-
-    def _checked_gb(self, asked: float) -> float:
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
-        if asked > free:
-            raise ConfigError(
-                "the cache is larger than the memory that is free",
-                path="generator.kv_cache_gb",
-                value=asked,
-                rule=f"at most {free:.3g} GiB now, on {self.device}",
-                repair="lower it, or leave it out for what fits",
-            )
-        return asked
-
     def allocate_cache(self) -> None:
         """Allocate the cache; on a GPU, also record the decode steps, unless earlier recordings are still valid."""
         shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
         layers = paged_layers(self.model)
-        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
+        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self.cache_dtype)
         for layer, caches in zip(layers, self._caches, strict=True):
             layer.k_cache, layer.v_cache = caches
         self._graphs, self._saved_graphs = self._saved_graphs, None
