@@ -19,6 +19,7 @@ from forge.generator.native.intake import sequences_of
 from forge.generator.native.launched import LaunchedStep
 from forge.generator.native.pages import PagePool
 from forge.generator.native.runner import ModelRunner
+from forge.generator.native.runners import Runners
 from forge.generator.native.sampler import Sampled, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler, by_adapter
 from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
@@ -80,7 +81,8 @@ class Batching:
             chunk_tokens=config.prefill_chunk_tokens or _CHUNK_TOKENS[self.runner.device.type],
             max_pages=self.runner.max_pages,
         )
-        self.drafts = make_drafts(config, self.scheduler, vocab_size=self.sampler.vocab_size)
+        self.drafts = make_drafts(self.runner, self.scheduler, tokenizer)
+        self.runners = Runners(self.runner, None if self.drafts is None else self.drafts.drafter.runner)
         self.order = VersionOrder(self.scheduler)
         self.counts = Counts()
         self._ahead: LaunchedStep | None = None
@@ -188,16 +190,16 @@ class Batching:
             sequence.is_pure = False
 
     def release(self) -> None:
-        """Release cache and weights. Completions in progress are recomputed later."""
+        """Release cache and weights; `runners.restore` undoes it. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.release()
+        self.runners.release()
 
     def release_cache(self) -> None:
-        """Release the cache alone. Completions in progress are recomputed later."""
+        """Release the cache; `runners.allocate_cache` undoes it. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.release_cache()
+        self.runners.release_cache()
 
     def _forget_prefixes(self) -> None:
         self.scheduler.pool.forget()
@@ -252,7 +254,7 @@ class Batching:
             return None
         version = version if weights is None else weights.version
         self.counts.num_steps += 1
-        self.runner.copy_pages(self.scheduler.take_copies())
+        self.runners.copy_pages(self.scheduler.take_copies())
         decodes: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
@@ -262,6 +264,8 @@ class Batching:
             decodes = self.drafts.attach(decodes, self.scheduler)
             others = by_adapter(others + [piece for piece in decodes if piece.draft])
             decodes = [piece for piece in decodes if not piece.draft]
+        if self.drafts is not None:
+            self.drafts.drafter.read(piece for piece in others + decodes if not piece.draft)
         if not others:
             return self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
         if not self.runner.on_gpu:
@@ -332,13 +336,7 @@ class Batching:
         job = sequence.score
         assert job is not None
         targets = job.token_ids[piece.start + 1 : piece.end + 1]
-        job.logprobs += self.runner.logprobs(hidden, targets, temperature=job.temperature)
-        if job.wants_best:
-            best = self.runner.likeliest(hidden)
-            job.best_ids += best
-            job.best_logprobs += self.runner.logprobs(hidden, best, temperature=job.temperature)
-        if job.num_top:
-            job.add_top(*self.runner.top(hidden, job.num_top))
+        self.runner.score(job, hidden, targets)
         self.scheduler.computed(piece)
         self.counts.num_score_tokens += len(targets)
         if sequence.num_computed == len(sequence.ids):
@@ -366,7 +364,7 @@ class Batching:
             num_ahead += range(len(begun)) if piece.draft else [0] * len(begun)
             index += range(num_logits, num_logits + len(begun)) if piece.draft else [num_logits] * len(begun)
             num_logits += 1 + len(piece.draft)
-        self.runner.copy_pages(copies)
+        self.runners.copy_pages(copies)
         if len(index) > num_logits:
             logits = logits[torch.tensor(index, device=logits.device)]
         drafted = {piece.sequence: piece for piece in pieces if piece.draft}

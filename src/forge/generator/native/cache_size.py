@@ -12,6 +12,7 @@ from pydantic import Field
 from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 from forge.config.adapter import BaseDtype
 from forge.models.adapter_names import adapter_map, num_adapter_parameters
+from forge.models.locate import ResolvedModel, resolve
 from forge.models.peft_files import read_spec
 from forge.models.quantized_names import QuantizedSizes
 
@@ -34,6 +35,12 @@ def adapter_bytes(config: GenerationConfig, model: ModelConfig, *, item: int) ->
         return int(config.max_adapter_gb * (1 << 30))
     specs = (read_spec(Path(path)) for path in config.adapters.values())
     return item * sum(num_adapter_parameters(adapter_map(model, spec)) for spec in specs)
+
+
+def resolved_draft(config: GenerationConfig) -> ResolvedModel | None:
+    """Return the model that guesses tokens; None where none does."""
+    section = config.speculation
+    return None if section is None or section.model is None else resolve(ModelConfig(path=section.model))
 
 
 CPU_SHARE: Final = 0.25
@@ -138,9 +145,10 @@ def step_work(
     its linear weights as `base_dtype` says."""
     batch, vocab = config.max_batch, model.vocab_size or 0
     chunk = config.prefill_chunk_tokens or (PREFILL_GPU if on_gpu else PREFILL_CPU)
+    num_drafted = 0 if config.speculation is None else batch  # of all sequences, in one step
     return StepWork(
-        prefill=item * _widest(model) * max(chunk, batch),
-        sampler=batch * vocab * 16,
+        prefill=item * _widest(model) * max(chunk, batch + num_drafted),
+        sampler=(batch + num_drafted) * vocab * 16,
         graphs=_graph_bytes(batch, vocab, item=item) if records_steps(model, config, on_gpu=on_gpu) else 0,
         weight=0 if base_dtype is None else QuantizedSizes.of(model, base_dtype).dequantized_bytes(item),
     )

@@ -9,14 +9,17 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from forge.config import GeneratorConfig
 from forge.generator.native.schedule import Piece, Scheduler
 from forge.generator.native.sequences import DraftState, Ngrams, SequenceState
 from forge.generator.native.shaping import is_shaped
+
+if TYPE_CHECKING:
+    from forge.generator.native.runner import ModelRunner
+    from forge.models.tokenizer import ChatTokenizer
 
 
 class Drafter(Protocol):
@@ -24,6 +27,13 @@ class Drafter(Protocol):
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[list[int]]:
         """Return a draft for each sequence, of at most the length that is given for it; empty for none."""
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Read what the model reads in this step without drafts."""
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """What has weights and a cache on the device."""
 
 
 class Drafts:
@@ -36,7 +46,8 @@ class Drafts:
     Args:
         drafter: guesses tokens.
         most: longest draft.
-        budget: tokens of all drafts of a step.
+        budget: tokens of all drafts of a step. With as many as there are sequences, a step samples at twice as many
+            places at most.
         vocab_size: of the model.
     """
 
@@ -94,13 +105,19 @@ def is_right(piece: Piece, num_tokens: int) -> bool:
     return len(ids) == piece.end + num_tokens and ids[-1] == piece.draft[num_tokens - 1]
 
 
-def make_drafts(config: GeneratorConfig, scheduler: Scheduler, *, vocab_size: int) -> Drafts | None:
-    """Return what `generator.speculation` asks for."""
-    section = config.speculation
+def make_drafts(runner: ModelRunner, scheduler: Scheduler, tokenizer: ChatTokenizer | None) -> Drafts | None:
+    """Return what `generator.speculation` asks for, for the model of a runner."""
+    section = runner.config.speculation
     if section is None:
         return None
-    budget = scheduler.chunk_tokens
-    return Drafts(PromptLookup(section.ngram), most=section.num_tokens, budget=budget, vocab_size=vocab_size)
+    if section.model is None:
+        drafter: Drafter = PromptLookup(section.ngram)
+    else:
+        from forge.generator.native.draft_model import DraftModel
+
+        drafter = DraftModel(runner, scheduler, tokenizer=tokenizer)
+    budget, vocab_size = scheduler.max_batch, runner.facts.vocab_size or 0
+    return Drafts(drafter, most=section.num_tokens, budget=budget, vocab_size=vocab_size)
 
 
 class PromptLookup:
@@ -108,6 +125,11 @@ class PromptLookup:
 
     def __init__(self, size: int) -> None:
         self._size = size
+
+    runner = None
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """See `Drafter.read`."""
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[list[int]]:
         """See `Drafter.draft`."""

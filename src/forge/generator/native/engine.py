@@ -374,7 +374,7 @@ class NativeEngine:
 
         def restore(batching: Batching) -> None:
             if self.thread.is_asleep:
-                batching.runner.restore()
+                batching.runners.restore()
                 self.thread.is_asleep = self._is_cache_released = False
 
         await asyncio.wrap_future(self.thread.ask(restore))
@@ -418,7 +418,7 @@ class NativeEngine:
         `resume`.
         """
         if self._is_cache_released:
-            self.thread.serving().runner.allocate_cache()
+            self.thread.serving().runners.allocate_cache()
             self._is_cache_released = False
             self.thread.is_asleep = self._stays_paused
 

@@ -22,6 +22,7 @@ from forge.generator.native.pages import PAGE
 from forge.generator.native.pinned import PinnedWeights
 from forge.generator.native.pinned_models import ModelCopy, PinnedModels, max_pinned, no_room
 from forge.generator.native.schedule import Piece
+from forge.generator.native.sequences import ScoreJob
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.losses.candidates import chunked_top
@@ -59,7 +60,11 @@ class ModelRunner:
         model: the resolved model.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process, to compute with instead of weights of its own.
+        num_pages: of its cache; None for what fits.
     """
+
+    ignores_adapters = False
+    """Whether rows of every adapter are computed without one."""
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class ModelRunner:
         *,
         max_seq_len: int,
         shared: Mapping[str, Tensor] | None = None,
+        num_pages: int | None = None,
     ) -> None:
         self.config, self.facts, self.max_seq_len = config, model.architecture, max_seq_len
         self.device = _device(config.with_gpus)
@@ -90,7 +96,7 @@ class ModelRunner:
         self._in_use: PinnedWeights | None = None
         self.pinned = PinnedModels(self, most=max_pinned(config, on_gpu=self.on_gpu))
         self.max_pages = -(-max_seq_len // PAGE)
-        self.num_pages = choose_num_pages(self)
+        self.num_pages = choose_num_pages(self) if num_pages is None else num_pages
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
         self._saved_graphs: DecodeGraphs | None = None
@@ -270,7 +276,7 @@ class ModelRunner:
         With `last` the tokens are those sampled last, which need not have reached the host. Steps with other adapters
         than the live one are not replayed.
         """
-        is_live = all(piece.sequence.adapter_number == LIVE for piece in pieces)
+        is_live = self.ignores_adapters or all(piece.sequence.adapter_number == LIVE for piece in pieces)
         if self._graphs is not None and is_live and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table, last=last)
         rows = self._decode_rows(pieces, table, last)
@@ -288,7 +294,7 @@ class ModelRunner:
             index=put(np.arange(len(pieces)), self.device),
             layout=PagedLayout(*(put(array, self.device) for array in arrays)),
             is_decode=True,
-            segments=segments_of(pieces),
+            segments=() if self.ignores_adapters else segments_of(pieces),
         )
         token_ids = put(tokens_of(pieces, last), self.device)
         if last is not None:
@@ -322,6 +328,16 @@ class ModelRunner:
         found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
         values: list[float] = found.tolist()
         return values
+
+    def score(self, job: ScoreJob, hidden_RD: Tensor, targets: Sequence[int]) -> None:
+        """Add what a score wants to know of the next tokens, given the hidden states before them."""
+        job.logprobs += self.logprobs(hidden_RD, targets, temperature=job.temperature)
+        if job.wants_best:
+            best = self.likeliest(hidden_RD)
+            job.best_ids += best
+            job.best_logprobs += self.logprobs(hidden_RD, best, temperature=job.temperature)
+        if job.num_top:
+            job.add_top(*self.top(hidden_RD, job.num_top))
 
     @torch.inference_mode()
     def top(self, hidden_RD: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -368,7 +384,7 @@ class ModelRunner:
             layout=layout,
             is_decode=len(token_ids) == len(pieces),
             extents=Extents.of(sizes.tolist(), contexts.tolist(), device=self.device) if self.on_gpu else None,
-            segments=segments_of(pieces),
+            segments=() if self.ignores_adapters else segments_of(pieces),
         )
         return StepRows(put(np.array(token_ids, dtype=np.int64), self.device).unsqueeze(0), row)
 

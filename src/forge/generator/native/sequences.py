@@ -97,11 +97,13 @@ class DraftState:
     Attributes:
         limit: the longest draft that is worth computing.
         ngrams: of its sampled tokens; num_indexed: how many of its tokens they cover.
+        num_read: how many of its tokens a draft model has read, where that may be fewer than all but the last.
     """
 
     limit: int
     ngrams: Ngrams = field(default_factory=dict)
     num_indexed: int = 0
+    num_read: int | None = None
 
 
 @dataclass(slots=True, eq=False)

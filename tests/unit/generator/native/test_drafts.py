@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import generator_models as models
 from forge.config import UpdateMode
 from forge.generator.native.drafts import PromptLookup
+from forge.generator.native.schedule import Piece
 from forge.generator.native.sequences import DraftState, PendingRequest, SequenceState
 from forge.models.inference import page_bytes
 from forge.models.tiny import VOCAB_SIZE
@@ -29,6 +30,11 @@ class Oracle:
     ) -> None:
         self.answers, self.right, self.wrong = answers, right, wrong
         self.random = random.Random(0)
+
+    runner = None
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Nothing: it knows."""
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[list[int]]:
         found = []
@@ -48,7 +54,9 @@ def answers(run: Run) -> dict[tuple[int, ...], Sequence[int]]:
     return {(number, each.index): each.token_ids for number, told in run.told.items() for each in told.answers[0]}
 
 
-def with_oracle(known: Run, *, right: float = 0.8, wrong: int | None = None, kind: Kind = FIRST, **settings: Any) -> Run:
+def with_oracle(
+    known: Run, *, right: float = 0.8, wrong: int | None = None, kind: Kind = FIRST, **settings: Any
+) -> Run:
     """A run whose drafts come from what another one sampled."""
     run = Run(kind, looks_ahead=None, speculation=SPECULATION, **settings)
     assert run.batching.drafts is not None
@@ -240,3 +248,39 @@ def test_the_index_follows_the_completion() -> None:
         (found,) = lookup.draft([sequence], [4])
         assert found == guess(sequence.ids, 4)
         sequence.ids.append(token)
+
+
+# ---- A draft model --------------------------------------------------------------------------------------------------
+
+
+def with_model(draft: Kind, **settings: Any) -> Run:
+    section = {"num_tokens": 4, "model": str(models.folder(draft))}
+    return Run(looks_ahead=None, speculation=section, **settings)
+
+
+@pytest.mark.parametrize("draft", [FIRST, SECOND])
+def test_completions_are_what_they_are_without_a_draft_model(plain: Run, draft: Kind) -> None:
+    """A model that guesses for itself is always right: it has read what it would read, and uses the same numbers."""
+    run = with_model(draft, max_batch=32)
+    run.go_on(mixed(22))
+    assert_same(run, plain)
+    stats = run.batching.stats(run.version, is_asleep=False, num_open=0).more
+    assert stats["num_drafted"] > 100
+    share = stats["num_accepted"] / stats["num_drafted"]
+    assert share > 0.8 if draft == FIRST else share < 0.5, share
+
+
+def test_a_draft_model_sleeps_and_is_preempted_with_the_model() -> None:
+    """Its keys and values are on the pages of the model, and gone with them."""
+    each = 2 * page_bytes(models.model(FIRST).architecture, item_bytes=4)
+    settings = {"max_batch": 8, "prefill_chunk_tokens": 16, "kv_cache_gb": 17.5 * each / 2**30}
+    plan = [*((0, asked(100 + number, length=4, max_tokens=90)) for number in range(4)), *mixed(8)]
+    plan += [(5, Run.sleep_and_wake), (9, Run.sleep_and_wake)]
+    run = with_model(FIRST, **settings)
+    run.go_on(plan)
+    plain = Run(looks_ahead=False, max_batch=32)
+    plain.go_on([each for each in plan if each[0] == 0])
+    assert_same(run, plain)
+    stats = run.batching.stats(run.version, is_asleep=False, num_open=0).more
+    assert run.batching.scheduler.num_preempted > 0
+    assert stats["num_accepted"] > 0.8 * stats["num_drafted"] > 80
