@@ -11,6 +11,7 @@ from pydantic import Field
 
 from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 from forge.config.adapter import BaseDtype
+from forge.errors import ConfigError, ModelError
 from forge.models.adapter_names import adapter_map, num_adapter_parameters
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.peft_files import read_spec
@@ -40,9 +41,21 @@ def adapter_bytes(config: GenerationConfig, model: ModelConfig, *, item: int) ->
 def resolved_draft(config: GenerationConfig) -> ResolvedModel | None:
     """Return the model that guesses tokens; None where none does."""
     section = config.speculation
-    return None if section is None or section.model is None else resolve(ModelConfig(path=section.model))
+    if section is None or section.model is None:
+        return None
+    try:
+        return resolve(ModelConfig(path=section.model))
+    except ModelError as error:
+        raise ConfigError(
+            f"the draft model cannot be used: {error.message}",
+            path=DRAFT_KEY,
+            value=section.model,
+            rule=error.rule,
+            repair=error.repair,
+        ) from error
 
 
+DRAFT_KEY: Final = "generator.speculation.model"
 CPU_SHARE: Final = 0.25
 """The part of a machine's free memory that a cache takes: other processes compute there too."""
 

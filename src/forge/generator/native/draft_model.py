@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.config.base import FrozenDict
 from forge.errors import ConfigError
-from forge.generator.native.cache_size import resolved_draft
+from forge.generator.native.cache_size import DRAFT_KEY, resolved_draft
 from forge.generator.native.runner import ModelRunner
 from forge.generator.native.sampler import Sampler
 from forge.generator.native.schedule import Piece, Scheduler
@@ -24,7 +24,6 @@ _NO_OTHERS: dict[str, Any] = {
     "pinned_versions": None,
     "speculation": None,
 }
-KEY = "generator.speculation.model"
 
 
 class DraftModel:
@@ -111,7 +110,7 @@ def _check(own: ResolvedModel, target: ModelRunner, tokenizer: ChatTokenizer | N
     if facts.vocab_size != target.facts.vocab_size:
         raise ConfigError(
             "the draft model has another number of tokens than the model",
-            path=KEY,
+            path=DRAFT_KEY,
             value=str(own.folder),
             rule=f"vocab_size {target.facts.vocab_size}, as the model has it; this one has {facts.vocab_size}",
             repair="choose a draft model of the same family, or remove the key for prompt lookup",
@@ -119,10 +118,10 @@ def _check(own: ResolvedModel, target: ModelRunner, tokenizer: ChatTokenizer | N
     if facts.max_seq_len is not None and facts.max_seq_len < target.max_seq_len:
         raise ConfigError(
             "the draft model cannot read the longest sequences",
-            path=KEY,
+            path=DRAFT_KEY,
             value=str(own.folder),
             rule=f"a model that reads at least {target.max_seq_len} tokens; this one reads {facts.max_seq_len}",
             repair=f"choose another one, or set generator.max_seq_len={facts.max_seq_len}",
         )
     if tokenizer is not None and own.folder is not None:
-        check_same_vocabulary(tokenizer, ChatTokenizer.load(own.folder), path=KEY, names=("model", "draft model"))
+        check_same_vocabulary(tokenizer, ChatTokenizer.load(own.folder), path=DRAFT_KEY, names=("model", "draft model"))

@@ -67,7 +67,14 @@ class NativeEngine:
 
     @staticmethod
     def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
-        """See `GenerationEngine.config_errors`. What is wrong shows when the model is loaded."""
+        """See `GenerationEngine.config_errors`. What else is wrong shows when the model is loaded."""
+        from forge.errors import ConfigError
+        from forge.generator.native.cache_size import resolved_draft
+
+        try:
+            resolved_draft(config)
+        except ConfigError as error:
+            return (error,)
         return ()
 
     def __init__(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import generator_models as models
-from forge.config import UpdateMode
+from forge.config import GenerationConfig, UpdateMode
+from forge.errors import ConfigError
 from forge.generator.native.drafts import PromptLookup
+from forge.generator.native.engine import NativeEngine
 from forge.generator.native.schedule import Piece
 from forge.generator.native.sequences import DraftState, PendingRequest, SequenceState
 from forge.models.inference import page_bytes
-from forge.models.tiny import VOCAB_SIZE
+from forge.models.tiny import VOCAB_SIZE, make_tiny
 from generator_models import FIRST, SECOND, Kind, prompt
 from lookahead_runs import Do, Run
 
@@ -284,3 +288,49 @@ def test_a_draft_model_sleeps_and_is_preempted_with_the_model() -> None:
     stats = run.batching.stats(run.version, is_asleep=False, num_open=0).more
     assert run.batching.scheduler.num_preempted > 0
     assert stats["num_accepted"] > 0.8 * stats["num_drafted"] > 80
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "other", num_layers=1)
+    edit_json(tmp_path / "other" / "config.json", vocab_size=VOCAB_SIZE + 8)
+    with pytest.raises(ConfigError, match="another number of tokens") as raised:
+        Run(looks_ahead=None, speculation={"model": str(tmp_path / "other")})
+    error = raised.value
+    assert (error.path, error.value) == ("generator.speculation.model", str(tmp_path / "other"))
+    assert str(VOCAB_SIZE) in str(error.rule)
+    assert "same family" in str(error.repair)
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "other", num_layers=1)
+    swap_tokens(tmp_path / "other" / "tokenizer.json")
+    with pytest.raises(ConfigError, match="draft model and model have different tokenizers") as raised:
+        Run(looks_ahead=None, speculation={"model": str(tmp_path / "other")})
+    assert raised.value.path == "generator.speculation.model"
+
+
+def test_a_draft_model_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "other", num_layers=1)
+    edit_json(tmp_path / "other" / "config.json", max_position_embeddings=128)
+    with pytest.raises(ConfigError, match="longest sequences") as raised:
+        Run(looks_ahead=None, speculation={"model": str(tmp_path / "other")})
+    assert "generator.max_seq_len=128" in str(raised.value.repair)
+
+
+def test_a_draft_model_that_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
+    (error,) = NativeEngine.config_errors(GenerationConfig(speculation={"model": str(tmp_path / "none")}))
+    assert (error.path, error.value) == ("generator.speculation.model", str(tmp_path / "none"))
+    assert error.repair
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def swap_tokens(file: Path) -> None:
+    """Let two tokens change places."""
+    found = json.loads(file.read_text())
+    vocab = found["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.__getitem__)[10:12]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(found))
