@@ -231,10 +231,8 @@ class Batching:
         return self._ahead is not None
 
     def finish_launched(self) -> None:
-        """Process the tokens of a step that was launched ahead, if there is one.
-
-        The device is then idle, also after a step that was discarded: weights and cache may be changed or released.
-        """
+        """Process the tokens of a step that was launched ahead, if there is one. The device is then idle, also after a
+        step that was discarded: weights and cache may be changed or released."""
         launched, self._ahead = self._ahead, None
         newest, self._newest = self._newest, None
         if launched is not None:
@@ -422,8 +420,12 @@ class Batching:
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         assert sequence.pending is not None
-        completion = sequence.completion(reason, self._decode)
-        self.scheduler.end(sequence)
+        try:
+            completion = sequence.completion(reason, self._decode)
+            self.scheduler.end(sequence)
+        except BaseException as error:  # `fail_all` does not find the caller of a sequence that is gone
+            sequence.pending.fail(error)
+            raise
         if reason == "abort":
             self.counts.num_aborted += 1
         else:
