@@ -24,7 +24,10 @@ from run_folders import make_grpo_run
 
 NUM_HOSTS = 30_000
 NUM_OVER_SOCKETS = 1500
-PATHS = ("/", "/run/x", "/api/runs", "/api/run", "/api/metrics", "/api/events", "/api/config", "/assets/x.js")
+PATHS = (
+    "/", "/run/x", "/api/runs", "/api/run", "/api/metrics", "/api/events", "/api/config", "/assets/x.js",
+    "/api/rollouts", "/api/rollouts/sample", "/api/rollouts/group",
+)  # fmt: skip
 
 
 def run_at_once(work: Any) -> web.StreamResponse | RequestError:
@@ -125,6 +128,7 @@ def raw_requests(token: str) -> list[bytes]:
         b"GET /?token=" + token.encode() + b" HTTP/1.1\r\n" + host + b"\r\n",
         b"GET /api/run?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
         b"GET /api/events?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
+        b"GET /api/rollouts?run=run&q=e HTTP/1.1\r\n" + host + auth + b"\r\n",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Content-Length: 1073741824\r\n\r\n{}",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Transfer-Encoding: chunked\r\n\r\n40000000\r\n{}",
     ]

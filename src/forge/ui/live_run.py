@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from forge.observe.report.reading import setting_of
 from forge.ui.ledger_counts import LedgerCounts
 from forge.ui.metric_table import MetricTable, TableRows
 from forge.ui.metric_tail import SMALL, MetricTail, sample_table
+from forge.ui.rollouts.view import RolloutView
 from forge.ui.run_files import CONFIG, METRICS, Fingerprint, fingerprint, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
 
@@ -40,6 +42,7 @@ class LiveRun:
         self._table = MetricTable()
         self._tail = MetricTail(folder / METRICS, self._table)
         self._ledger = LedgerCounts(folder / "ledger.jsonl")
+        self.rollouts = RolloutView(folder)
         self._sample: tuple[int, MetricTable] | None = None
         self._seen: tuple[Fingerprint | None, ...] | None = None
         self._details = 0
@@ -48,7 +51,7 @@ class LiveRun:
     def num_cells(self) -> int:
         """How many numbers are in memory."""
         rows = self._table.rows()
-        return len(rows) * (len(rows.columns) + 6)
+        return len(rows) * (len(rows.columns) + 6) + self.rollouts.index.num_cells
 
     @property
     def progress(self) -> float:
@@ -91,13 +94,24 @@ class LiveRun:
             if self._tail.is_complete:
                 self._sample = None
             changed = self._ledger.advance() or changed
+            if self.rollouts.index.is_open:
+                changed = self.rollouts.index.advance() or changed
             seen = tuple(fingerprint(self.folder / name) for name in _DESCRIBED)
             if seen != self._seen:
                 self._seen, changed = seen, True
                 self._details += 1
             if changed or was_partial != self.is_partial:
                 self.version += 1
-            return not self._tail.is_complete
+            return not (self._tail.is_complete and self.rollouts.index.is_complete)
+
+    def metric_at(self, name: str, step: int) -> float | None:
+        """Return what a metric was at a step; None where that is not in memory."""
+        rows = self.rows()
+        place = int(np.searchsorted(rows.steps, step))
+        if name not in rows.columns or rows.merged > 1 or place == len(rows) or rows.steps[place] != step:
+            return None
+        value = float(rows.columns[name][place])
+        return None if math.isnan(value) else value
 
     def _needs_sample(self) -> bool:
         found = fingerprint(self.folder / METRICS)
@@ -121,6 +135,7 @@ class LiveRun:
             "lastTime": float(rows.times[-1]) if len(rows) else None,
             "lastStep": int(rows.steps[-1]) if len(rows) else 0,
             "tiles": headline(_Ends(rows)),
+            "rollouts": self.rollouts.status(),
         }
 
     def describe(self, summary: RunSummary) -> dict[str, Any]:
@@ -143,6 +158,7 @@ class LiveRun:
                 "maskTruncated": setting_of(config, "rollout.mask_truncated") is True,
             },
             "status": status,
+            "hasRollouts": self.rollouts.index.is_there,
             "facts": facts(_Settings(config)),
             "tiles": status["tiles"],
             "charts": self._charts(rows),

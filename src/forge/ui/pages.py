@@ -9,7 +9,10 @@ from typing import Final
 
 _REPORT: Final = "forge.observe.report"
 _UI: Final = "forge.ui"
-SHARED_PROGRAMS: Final = ("words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js")
+SHARED_PROGRAMS: Final = (
+    "words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js", "token_modes.js", "tokens.js", "turns.js",
+    "sample.js",
+)  # fmt: skip
 OWN_PROGRAMS: Final = (
     "server.js",
     "place.js",
@@ -18,11 +21,15 @@ OWN_PROGRAMS: Final = (
     "runs.js",
     "configuration.js",
     "events.js",
+    "rollouts_filters.js",
+    "gradient.js",
+    "rollouts_detail.js",
+    "rollouts.js",
     "run.js",
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css",)
+OWN_STYLES: Final = ("ui.css", "rollouts.css")
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from forge.ui.config_view import view_config
 from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
 from forge.ui.live_run import LiveRun
+from forge.ui.rollouts.routes import add_rollouts
 from forge.ui.run_summary import RunSummary
 from forge.ui.strict_json import to_json
 
@@ -47,6 +48,7 @@ def make_app(hub: Hub, access: Access) -> web.Application:
     app.router.add_get("/api/config", _config)
     app.router.add_get("/api/metrics", _metrics)
     app.router.add_get("/api/events", _events)
+    add_rollouts(app, hub, _live, _whole)
     return app
 
 

@@ -1,7 +1,7 @@
 // One run: its head, and below it the view that is chosen.
 
 const POINTS = 700;
-const VIEWS = { charts: 'Charts', configuration: 'Configuration', events: 'Events' };
+const VIEWS = { charts: 'Charts', rollouts: 'Rollouts', configuration: 'Configuration', events: 'Events' };
 
 class RunView {
   constructor(shell, place) {
@@ -21,9 +21,12 @@ class RunView {
   close() {
     this.isClosed = true;
     this.news?.close();
+    this.part?.close?.();
   }
 
   async begin(place) {
+    if (this.view === 'rollouts') this.renderRollouts(place); // which need nothing of what is asked for here
+    this.isBegun = this.view === 'rollouts';
     try {
       const [description] = await Promise.all([ask('run', { run: this.id }), this.loadTable()]);
       this.description = description;
@@ -34,6 +37,7 @@ class RunView {
     if (this.isClosed) return;
     this.board = new Board(this.table, { lazy: true });
     this.recall(place.query);
+    this.renderTabs();
     this.renderHead();
     this.renderView(place);
     this.board.listeners.push((board, change) => this.changed(change));
@@ -44,6 +48,7 @@ class RunView {
   // Shows why there is nothing. A run that has not begun yet is shown when it has.
   refuse(error) {
     this.news?.close();
+    this.part?.close?.();
     this.node.replaceChildren(refused(error));
     document.title = 'TorchForge';
     if (error.status !== 404) return;
@@ -119,6 +124,7 @@ class RunView {
     this.progress = status.progress;
     this.renderHead();
     this.renderProgress();
+    this.part?.hear?.(status);
     if (status.table !== this.tableId) this.reload();
     if (status.numNames !== before.numNames || status.details !== before.details) this.refresh();
   }
@@ -166,11 +172,18 @@ class RunView {
   }
 
   renderTabs() {
-    this.tabs.replaceChildren(...Object.entries(VIEWS).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    this.node.dataset.view = this.view;
+    const { hasRollouts, status } = this.description || {};
+    const isWithout = status?.summary.kind === 'fine-tuning' && !hasRollouts;
+    this.tabs.replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== 'rollouts' || !isWithout || this.view === view).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
   }
 
   // Shows another view of the same run.
   turn(place) {
+    if (this.view === place.view && this.part?.turnTo) {
+      this.part.turnTo(place);
+      return;
+    }
     this.view = VIEWS[place.view] ? place.view : 'charts';
     this.renderTabs();
     if (!this.board) return;
@@ -178,11 +191,21 @@ class RunView {
     this.renderView(place);
   }
 
+  renderRollouts(place) {
+    this.part = new RolloutsView(this.id, place);
+    this.body.replaceChildren(this.part.node);
+  }
+
   renderView(place) {
+    const isThere = this.isBegun && this.view === 'rollouts';
+    this.isBegun = false;
+    if (isThere) return;
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
+    this.part?.close?.();
     this.part = null;
     if (this.view === 'charts') this.renderChartView();
+    else if (this.view === 'rollouts') this.renderRollouts(place);
     else if (this.view === 'configuration') {
       this.part = new ConfigurationView(this.id, this.runs, place);
       this.body.replaceChildren(this.part.node);
@@ -198,7 +221,8 @@ class RunView {
     this.sections = make('div', { class: 'sections' });
     this.rest = make('div', {});
     const before = this.board.listeners.length;
-    const bar = toolBar(this.board, { more: [this.reading, this.filter] });
+    const jump = this.description.hasRollouts ? (step) => go(sampleLink(this.id, { step })) : null;
+    const bar = toolBar(this.board, { jump, more: [this.reading, this.filter] });
     this.board.listeners.slice(before).forEach((listener) => { listener.isOfView = true; });
     this.body.replaceChildren(bar, this.sections, this.rest);
     this.renderProgress();
