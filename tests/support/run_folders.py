@@ -109,6 +109,7 @@ def rollout_values(skill: float, step: int, chance: random.Random) -> dict[str, 
         "time/other": 0.01 + 0.01 * chance.random(),
         "sync/seconds": 0.018 + 0.01 * chance.random(),
         "sync/stall_s": 0.004 + 0.002 * chance.random(),
+        "sync/received_mib": 0.0,
     }
 
 

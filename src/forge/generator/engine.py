@@ -112,6 +112,7 @@ class UpdateReport:
         num_attempts: how often it was tried.
         num_aborted: completions that it cut short.
         canary: the largest difference of a logprob from the trainer's; None where it was not compared.
+        received_bytes: bytes that came from other hosts for it. Replicas on one host share what comes.
     """
 
     version: int
@@ -121,6 +122,7 @@ class UpdateReport:
     num_attempts: int = 1
     num_aborted: int = 0
     canary: float | None = None
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from forge.errors import StoreError
 from forge.store.data_plane import ServedSegments
 from forge.store.intervals import Intervals
 from forge.store.records import HEADER, Holder, Relay, SegmentRecord, copy_label
-from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, _adapted
+from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, adapted
 from forge.store.relay_sources import LEAST_PACE_S, NoSource, NotHere, PartRanges
 from forge.store.segments import SegmentPool, pack_stamp
 from forge.store.transports.tcp_server import DataServer
@@ -363,9 +363,9 @@ def test_chunks_grow_until_they_take_a_while() -> None:
     pace = LEAST_PACE_S
     size = FIRST_CHUNK
     for _ in range(10):
-        size = _adapted(size, pace / 4, pace)
+        size = adapted(size, pace / 4, pace)
     assert size == MOST_CHUNK
-    assert _adapted(size, pace, pace) == size
+    assert adapted(size, pace, pace) == size
     for _ in range(10):
-        size = _adapted(size, 3 * pace, pace)
+        size = adapted(size, 3 * pace, pace)
     assert size == 128 << 10

@@ -309,7 +309,8 @@ class NativeEngine:
                 raise
             update.done.add_done_callback(lambda _: post(self.thread.loop, fetched.release))
             stall_s, num_aborted = await self.thread.update_weights(update)
-        return UpdateReport(fetched.version, mode, time.perf_counter() - started, stall_s, num_aborted=num_aborted)
+        took_s, received = time.perf_counter() - started, fetched.num_received
+        return UpdateReport(fetched.version, mode, took_s, stall_s, num_aborted=num_aborted, received_bytes=received)
 
     async def differing(self, version: int) -> dict[str, tuple[int, int]]:
         """See `GenerationEngine.differing`."""
