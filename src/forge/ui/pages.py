@@ -19,10 +19,13 @@ OWN_PROGRAMS: Final = (
     "configuration.js",
     "events.js",
     "run.js",
+    "compare_board.js",
+    "compare_tables.js",
+    "compare.js",
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css",)
+OWN_STYLES: Final = ("ui.css", "compare.css")
 
 
 @functools.cache

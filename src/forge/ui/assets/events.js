@@ -34,7 +34,19 @@ function recoveries(table) {
 
 const HAPPENED = { changed: 'change', crash: 'crash', end: 'end', recovery: 'recovery' };
 
-function eventsView(description, table) {
+class EventsView {
+  constructor(run) {
+    this.run = run;
+    this.node = make('div', {});
+    this.refresh();
+  }
+
+  refresh() {
+    this.node.replaceChildren(eventList(this.run.description, this.run.table));
+  }
+}
+
+function eventList(description, table) {
   const found = happened(description, table);
   if (!found.length) return make('p', { class: 'card help', 'data-test': 'events', text: 'Nothing out of the ordinary: no change while it ran, no crash, no restart.' });
   return make('ol', { class: 'card happened', 'data-test': 'events' }, ...found.map(({ time, kind, text, where, by, more }) => make(

@@ -1,7 +1,15 @@
 // One run: its head, and below it the view that is chosen.
 
 const POINTS = 700;
-const VIEWS = { charts: 'Charts', configuration: 'Configuration', events: 'Events' };
+
+// The views of a run, in the order of their tabs: what each is called, and `make(run, place)`, which returns a part: its
+// `node`, and where it has them its `keys`, `close()`, `refresh()`, when the run is described anew, and `hear(status)`,
+// with each step. A file of a view adds its own. `isThere(description)` says whether a run has it.
+const VIEWS = {
+  charts: { label: 'Charts' },
+  configuration: { label: 'Configuration', make: (run, place) => new ConfigurationView(run.id, run.runs, place) },
+  events: { label: 'Events', make: (run) => new EventsView(run) },
+};
 
 class RunView {
   constructor(shell, place) {
@@ -10,7 +18,6 @@ class RunView {
     this.tabs = make('nav', { class: 'tabs', 'aria-label': 'Views' });
     this.body = make('div', { class: 'runbody' });
     this.node = make('div', { class: 'page' }, this.head, this.tabs, this.body);
-    this.renderTabs();
     this.begin(place);
   }
 
@@ -20,6 +27,7 @@ class RunView {
 
   close() {
     this.isClosed = true;
+    this.part?.close?.();
     this.news?.close();
   }
 
@@ -35,6 +43,7 @@ class RunView {
     this.board = new Board(this.table, { lazy: true });
     this.recall(place.query);
     this.renderHead();
+    this.renderTabs();
     this.renderView(place);
     this.board.listeners.push((board, change) => this.changed(change));
     if (this.board.range) this.loadDetail();
@@ -121,6 +130,7 @@ class RunView {
     this.renderProgress();
     if (status.table !== this.tableId) this.reload();
     if (status.numNames !== before.numNames || status.details !== before.details) this.refresh();
+    this.part?.hear?.(status);
   }
 
   // Asks again for what changes seldom.
@@ -130,7 +140,8 @@ class RunView {
     const plans = JSON.stringify(this.description.charts);
     this.description = found;
     this.renderHead();
-    if (this.view === 'events') this.renderView(readPlace());
+    this.renderTabs();
+    if (this.part) this.part.refresh?.();
     else if (this.view === 'charts' && JSON.stringify(found.charts) !== plans) this.renderCharts();
     else if (this.view === 'charts') this.renderRest();
   }
@@ -166,14 +177,18 @@ class RunView {
   }
 
   renderTabs() {
-    this.tabs.replaceChildren(...Object.entries(VIEWS).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    const there = Object.entries(VIEWS).filter(([, { isThere }]) => !isThere || isThere(this.description));
+    const text = there.map(([view]) => `${view}${view === this.view ? '!' : ''}`).join();
+    if (text === this.tabText) return; // a link that is replaced loses the focus
+    this.tabText = text;
+    this.tabs.replaceChildren(...there.map(([view, { label }]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
   }
 
   // Shows another view of the same run.
   turn(place) {
     this.view = VIEWS[place.view] ? place.view : 'charts';
-    this.renderTabs();
     if (!this.board) return;
+    this.renderTabs();
     this.recall(place.query);
     this.renderView(place);
   }
@@ -181,12 +196,11 @@ class RunView {
   renderView(place) {
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
-    this.part = null;
-    if (this.view === 'charts') this.renderChartView();
-    else if (this.view === 'configuration') {
-      this.part = new ConfigurationView(this.id, this.runs, place);
-      this.body.replaceChildren(this.part.node);
-    } else this.body.replaceChildren(eventsView(this.description, this.table));
+    this.part?.close?.();
+    const { make: open } = VIEWS[this.view];
+    this.part = open ? open(this, place) : null;
+    if (this.part) this.body.replaceChildren(this.part.node);
+    else this.renderChartView();
   }
 
   // ---- Charts ----------------------------------------------------------------------------------------------------
@@ -227,34 +241,46 @@ class RunView {
   }
 
   filterCharts() {
-    const query = this.filter.value.toLowerCase();
-    this.sections.querySelectorAll('.chart').forEach((node) => { node.hidden = query !== '' && !node.textContent.toLowerCase().includes(query) && ![...node.querySelectorAll('.item')].some(({ title }) => title.includes(query)); });
-    this.sections.querySelectorAll('.charts').forEach((section) => { section.hidden = ![...section.querySelectorAll('.chart')].some((node) => !node.hidden); });
+    filterCharts(this.sections, this.filter.value);
   }
 
   // ---- The address -----------------------------------------------------------------------------------------------
 
   recall(query) {
-    const { board } = this;
-    const axis = query.get('x');
-    board.axis = AXES[axis] && board.table.has(axis) ? axis : 'step';
-    const range = (query.get('range') || '').split('~').map(Number);
-    board.range = range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
-    const smoothing = Number(query.get('smooth'));
-    board.smoothing = smoothing > 0 && smoothing < 1 ? smoothing : 0;
-    board.look();
-    const at = query.get('at');
-    if (at !== null && Number.isFinite(Number(at)) && board.table.length) Object.assign(board, { cursor: board.snap(Number(at)), pinned: true });
+    recallBoard(this.board, query);
   }
 
   changed(change) {
     if ('range' in change) this.loadDetail();
     if ('pin' in change && change.pin === undefined && !this.wasPinned) return; // the pointer moves
-    const { range, axis, smoothing, pinned, cursor } = this.board;
-    this.wasPinned = pinned;
-    const short = (value) => Number(value.toPrecision(8));
-    keep({ x: axis === 'step' ? '' : axis, range: range ? range.map(short).join('~') : '', smooth: smoothing || '', at: pinned ? short(cursor) : '' });
+    this.wasPinned = this.board.pinned;
+    keepBoard(this.board);
   }
+}
+
+// Shows only charts whose title, help or metrics have these words.
+function filterCharts(sections, words) {
+  const query = words.toLowerCase();
+  sections.querySelectorAll('.chart').forEach((node) => { node.hidden = query !== '' && !node.textContent.toLowerCase().includes(query) && ![...node.querySelectorAll('.item')].some(({ title }) => title.includes(query)); });
+  sections.querySelectorAll('.charts').forEach((section) => { section.hidden = ![...section.querySelectorAll('.chart')].some((node) => !node.hidden); });
+}
+
+// Takes from the address how charts are drawn, and what is held.
+function recallBoard(board, query) {
+  const axis = query.get('x');
+  board.axis = AXES[axis] && board.table.has(axis) ? axis : 'step';
+  const range = (query.get('range') || '').split('~').map(Number);
+  board.range = range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
+  const smoothing = Number(query.get('smooth'));
+  board.smoothing = smoothing > 0 && smoothing < 1 ? smoothing : 0;
+  board.look();
+  const at = query.get('at');
+  if (at !== null && Number.isFinite(Number(at)) && board.table.length) Object.assign(board, { cursor: board.snap(Number(at)), pinned: true });
+}
+
+function keepBoard({ range, axis, smoothing, pinned, cursor }) {
+  const short = (value) => Number(value.toPrecision(8));
+  keep({ x: axis === 'step' ? '' : axis, range: range ? range.map(short).join('~') : '', smooth: smoothing || '', at: pinned && cursor !== null ? short(cursor) : '' });
 }
 
 function refused(error) {

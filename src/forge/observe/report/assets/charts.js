@@ -33,6 +33,13 @@ class Board {
     return table.length ? table.steps[table.nearest(this.axis, x)] : null;
   }
 
+  // Where the cursor is, in words.
+  cursorText() {
+    const { axis, cursor } = this;
+    const place = { time: () => `, after ${span(cursor)}`, tokens: () => `, ${figure(cursor)} tokens` }[axis];
+    return `Step ${this.stepAt(cursor)}${place ? place() : ''}`;
+  }
+
   // Without `pin` the cursor follows the pointer unless it is pinned; true pins it, false lets it go.
   point(x, pin) {
     if (pin === undefined && (this.pinned || x === this.cursor)) return;
@@ -367,10 +374,14 @@ class Chart {
     const x = this.x(cursor);
     const marks = [draw('line', { x1: x, x2: x, y1: PLOT.top, y2: this.frame.bottom })];
     this.drawn.forEach(({ line, place }) => {
-      const point = line.find(([at]) => at === cursor);
-      if (point) marks.push(draw('circle', { class: `tone${place % 8}`, cx: x, cy: this.y(point[1]), r: 3.6 }));
+      const point = this.pointAt(line, cursor);
+      if (point) marks.push(draw('circle', { class: `tone${place % 8}`, cx: this.x(point[0]), cy: this.y(point[1]), r: 3.6 }));
     });
     this.cursorMarks.replaceChildren(...marks);
+  }
+
+  pointAt(line, cursor) {
+    return line.find(([at]) => at === cursor);
   }
 
   // What a metric was at a place of the axis, or last.
