@@ -1,5 +1,4 @@
-"""Several runs beside each other: what their metrics came to, which differ only in their seeds, and in what they differ.
-"""
+"""Several runs beside each other: what their metrics came to, which differ only in their seeds, and in what they differ."""
 
 from __future__ import annotations
 
