@@ -161,7 +161,8 @@ def test_zoom_loads_every_run_in_more_detail(runs: Path) -> None:
         await enter(page, ui)
         await page.until("document.querySelectorAll('[data-run]').length === 5")
         await page.open(address(ui, "long0", "long1", range="4990~5010"))
-        points = f"[...{chart('Loss')}?.querySelectorAll('.line') || []].map((line) => line.getAttribute('d').split('L').length)"
+        lines = f"[...{chart('Loss')}?.querySelectorAll('.line') || []]"
+        points = f"{lines}.map((line) => line.getAttribute('d').split('L').length)"
         await page.until(f"{points}.join() === '21,21'")
 
     visit(runs, body)

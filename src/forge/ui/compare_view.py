@@ -1,4 +1,4 @@
-"""Several runs beside each other: what their metrics came to, which differ only in their seeds, and in what they differ."""
+"""Several runs beside each other: their values, which differ only in seeds, and how configurations differ."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def group_by_seed(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
 def compare_configs(folders: Sequence[Path]) -> dict[str, Any]:
     """Return every key of the runs' configurations with its value in each, and where that is from.
 
-    A row is `{key, values, origins, changes}`: a value is null where a run has no such key; its origin is `preset` where
-    the run's presets and the defaults give it, else `set`, or an empty text where that is not known; `changes` has the
-    values that the key was given while each run ran.
+    A row is `{key, values, origins, changes}`: a value is null where a run has no such key; its origin is `preset`
+    where the run's presets and the defaults give it, else `set`, or an empty text where that is not known; `changes`
+    has the values that the key was given while each run ran.
     """
     read = [read_config(folder) for folder in folders]
     configs = [dict(leaves(each.data)) for each in read]

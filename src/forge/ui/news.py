@@ -55,8 +55,8 @@ async def _events(request: web.Request) -> web.StreamResponse:
     try:
         await response.prepare(request)
         async with contextlib.AsyncExitStack() as stack:
-            for run in followed or [None]:
-                await stack.enter_async_context(hub.page(None if run is None else run.id))
+            for name in [run.id for run in followed] or [None]:
+                await stack.enter_async_context(hub.page(name))
             while True:
                 change = hub.change
                 texts = await news.take()

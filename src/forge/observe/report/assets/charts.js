@@ -93,6 +93,7 @@ class Chart {
   constructor(plan, board) {
     Object.assign(this, { plan, board, isLog: false, isShare: false, isTall: false, isDirty: false, isSeen: !board.lazy, hidden: new Set() });
     this.svg = draw('svg', { class: 'plot', tabindex: 0, role: 'img', 'data-keys': true, 'aria-label': this.summary() });
+    this.over = draw('svg', { class: 'plot over', 'aria-hidden': 'true' });
     this.legend = make('div', { class: 'legend' });
     this.values = new Map();
     plan.series.forEach((series, place) => this.legend.append(this.legendItem(series, place)));
@@ -100,7 +101,7 @@ class Chart {
       'section', { class: 'card chart', 'data-title': plan.title },
       make('header', {}, make('h3', { text: plan.title }), this.switches()),
       plan.help ? make('p', { class: 'help', title: plan.help, text: plan.help }) : null,
-      this.svg,
+      make('div', { class: 'plotbox' }, this.svg, this.over),
       this.legend,
     );
     this.listen();
@@ -298,7 +299,7 @@ class Chart {
     this.x = linear(...this.board.span, left, width - PLOT.right);
     this.y = (this.isLog ? logarithmic : linear)(low, high, bottom, PLOT.top);
     this.frame = { left, right: width - PLOT.right, bottom, height };
-    this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+    [this.svg, this.over].forEach((svg) => svg.setAttribute('viewBox', `0 0 ${width} ${height}`));
     this.cursorMarks = draw('g', { class: 'cursor' });
     this.selection = draw('rect', { class: 'selection', y: PLOT.top, height: bottom - PLOT.top, width: 0 });
     this.svg.replaceChildren(
@@ -306,9 +307,8 @@ class Chart {
       ...this.axisLabels(width),
       ...layers.flatMap((layer) => this.shapes(layer)),
       ...this.oddMarks(),
-      this.selection,
-      this.cursorMarks,
     );
+    this.over.replaceChildren(this.selection, this.cursorMarks); // apart: the curves are not painted again as it moves
     this.drawn = layers;
     this.mark();
   }
