@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig
+from forge.errors import SaveError
 from forge.loops.critic import Critic, in_warmup, policy_steps
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import checkpoint_dir
@@ -24,6 +26,8 @@ from forge.types import Batch, Group, StepResult
 
 if TYPE_CHECKING:
     from forge.losses import Loss
+
+_log = logging.getLogger("forge.grpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,13 @@ class Learner:
         config, step = self._plan.config, int(extra["step"])
         parts = await self._critic.save(checkpoint_dir(config), step=step)
         await trainer.save(extra=extra, metric=metric, parts=parts, step=step * config.rollout.iterations)
+
+    async def complete_save(self) -> None:
+        """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
+        try:
+            await self._workers.trainer.wait_saved()
+        except SaveError as error:
+            _log.warning("%s", error)
 
     async def load(self, resume: str) -> dict[str, Any] | None:
         """Resume from a checkpoint, and return what was saved with it as `extra`; None to start anew."""

@@ -55,7 +55,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
     try:
         await response.prepare(request)
         async with contextlib.AsyncExitStack() as stack:
-            for name in [run.id for run in followed] or [None]:
+            for name in _ids(followed):
                 await stack.enter_async_context(hub.page(name))
             while True:
                 change = hub.change
@@ -148,6 +148,11 @@ def _followed(request: web.Request) -> list[_Followed]:
         _Followed(name, after=at, table=_NO_TABLE if table is None else int(table))
         for name, at, table in zip(names, after, tables, strict=True)
     ]
+
+
+def _ids(followed: Sequence[_Followed]) -> list[str | None]:
+    """Return the runs that a page shows; None for one that shows the list."""
+    return [run.id for run in followed] or [None]
 
 
 def _each(request: web.Request, parameter: str, count: int) -> list[float | None]:
