@@ -19,6 +19,7 @@ OWN_PROGRAMS: Final = (
     "configuration.js",
     "events.js",
     "run.js",
+    "system.js",
     "compare_board.js",
     "compare_tables.js",
     "compare.js",

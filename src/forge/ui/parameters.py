@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -66,3 +67,11 @@ def whole(request: web.Request, name: str, *, default: int, low: int = 0, high: 
     if value != int(value) or not low <= value <= high:
         raise parameter_error(name, f"must be a whole number from {low} to {high}")
     return int(value)
+
+
+def one_of(request: web.Request, name: str, allowed: Sequence[str]) -> str:
+    """Return a parameter that is one of some words; the first one where it is not given."""
+    value = request.query.get(name, allowed[0])
+    if value not in allowed:
+        raise parameter_error(name, f"must be one of {', '.join(allowed)}")
+    return value

@@ -15,7 +15,7 @@ from forge.ui.config_view import view_config
 from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
 from forge.ui.news import add_news, describe_list
-from forge.ui.parameters import HUB, as_json, live_run, number, run_folder, unknown_run, whole
+from forge.ui.parameters import HUB, as_json, live_run, number, one_of, run_folder, unknown_run, whole
 from forge.ui.strict_json import to_json
 
 MAX_POINTS: Final = 3_000
@@ -82,11 +82,13 @@ async def _metrics(request: web.Request) -> web.Response:
     first, last = number(request, "first"), number(request, "last")
     points = whole(request, "points", default=600, low=2, high=MAX_POINTS)
     has_more = whole(request, "more", default=0, high=1) == 1
+    of = one_of(request, "of", ("metrics", "system"))
 
     def work() -> str:
-        rows, table, is_partial = run.rows(), run.table_id, run.is_partial
-        names = None if has_more else run.main_names()
-        facts = {"table": table, "isPartial": is_partial, "progress": round(run.progress, 3)}
+        followed = run if of == "metrics" else run.system
+        rows, table, is_partial = followed.rows(), followed.table_id, followed.is_partial
+        names = None if has_more or of == "system" else run.main_names()
+        facts = {"table": table, "isPartial": is_partial, "progress": round(followed.progress, 3)}
         return encode_table(rows, Span(first, last, points, names), **facts)
 
     return web.Response(text=await hub.call(work), content_type="application/json")

@@ -76,16 +76,10 @@ class CompareView {
 
   async loadDetail() {
     const { board } = this;
-    const { range, axis } = board;
-    await Promise.all(this.runs.filter(({ table }) => range && table.length && table.stride > 1 && table.has(axis)).map(async (run) => {
-      const { table } = run;
-      const first = table.steps[Math.max(0, table.after(axis, range[0]) - 1)];
-      const last = table.steps[Math.min(table.length - 1, table.after(axis, range[1]))];
-      const found = await ask('metrics', { run: run.id, points: POINTS, first, last, more: this.wantsMore ? 1 : null }).catch(() => null);
-      if (!found || board.range !== range) return;
-      run.detail = new Table(found);
-      run.detail.origin = table.origin;
-      run.detail.places = {};
+    const { range } = board;
+    await Promise.all(this.runs.filter(({ table }) => range && table.stride > 1).map(async (run) => {
+      const detail = await detailOf(run.table, board, { run: run.id, points: POINTS, more: this.wantsMore ? 1 : null });
+      if (board.range === range) run.detail = detail;
     }));
     if (board.range === range && range) board.draw();
   }

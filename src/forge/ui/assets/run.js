@@ -2,13 +2,13 @@
 
 const POINTS = 700;
 
-// The views of a run, in the order of their tabs: what each is called, and `make(run, place)`, which returns a part: its
+// The views of a run, with the place of their tabs: what each is called, and `make(run, place)`, which returns a part: its
 // `node`, and where it has them its `keys`, `close()`, `refresh()`, when the run is described anew, and `hear(status)`,
 // with each step. A file of a view adds its own. `isThere(description)` says whether a run has it.
 const VIEWS = {
-  charts: { label: 'Charts' },
-  configuration: { label: 'Configuration', make: (run, place) => new ConfigurationView(run.id, run.runs, place) },
-  events: { label: 'Events', make: (run) => new EventsView(run) },
+  charts: { at: 0, label: 'Charts' },
+  configuration: { at: 40, label: 'Configuration', make: (run, place) => new ConfigurationView(run.id, run.runs, place) },
+  events: { at: 50, label: 'Events', make: (run, place) => new EventsView(run, place) },
 };
 
 class RunView {
@@ -96,14 +96,9 @@ class RunView {
     const { board } = this;
     const { range } = board;
     if (!range || (this.table.stride <= 1 && this.progress >= 1)) return;
-    const { table } = this;
-    const first = table.steps[Math.max(0, table.after(board.axis, range[0]) - 1)];
-    const last = table.steps[Math.min(table.length - 1, table.after(board.axis, range[1]))];
-    const found = await ask('metrics', { run: this.id, points: POINTS, first, last, more: this.wantsMore ? 1 : null }).catch(() => null);
-    if (!found || board.range !== range) return;
-    board.detail = new Table(found);
-    board.detail.origin = this.table.origin;
-    board.detail.places = {};
+    const detail = await detailOf(this.table, board, { run: this.id, points: POINTS, more: this.wantsMore ? 1 : null });
+    if (!detail || board.range !== range) return;
+    board.detail = detail;
     board.draw();
   }
 
@@ -128,6 +123,7 @@ class RunView {
     this.progress = status.progress;
     this.renderHead();
     this.renderProgress();
+    this.renderTabs();
     if (status.table !== this.tableId) this.reload();
     if (status.numNames !== before.numNames || status.details !== before.details) this.refresh();
     this.part?.hear?.(status);
@@ -177,11 +173,13 @@ class RunView {
   }
 
   renderTabs() {
-    const there = Object.entries(VIEWS).filter(([, { isThere }]) => !isThere || isThere(this.description));
+    const there = Object.entries(VIEWS).filter(([view, { isThere }]) => view === this.view || !isThere || isThere(this.description)).sort(([, one], [, other]) => one.at - other.at);
     const text = there.map(([view]) => `${view}${view === this.view ? '!' : ''}`).join();
     if (text === this.tabText) return; // a link that is replaced loses the focus
     this.tabText = text;
     this.tabs.replaceChildren(...there.map(([view, { label }]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    const chosen = this.tabs.querySelector('[aria-current]');
+    if (this.tabs.scrollWidth > this.tabs.clientWidth) this.tabs.scrollLeft = chosen.offsetLeft - this.tabs.clientWidth / 3;
   }
 
   // Shows another view of the same run.
@@ -256,6 +254,19 @@ class RunView {
     this.wasPinned = this.board.pinned;
     keepBoard(this.board);
   }
+}
+
+// The rows of a table that a board shows now, in more detail; null where there is none.
+async function detailOf(table, { axis, range }, parameters) {
+  if (!range || !table.length || !table.has(axis)) return null;
+  const first = table.steps[Math.max(0, table.after(axis, range[0]) - 1)];
+  const last = table.steps[Math.min(table.length - 1, table.after(axis, range[1]))];
+  const found = await ask('metrics', { ...parameters, first, last }).catch(() => null);
+  if (!found) return null;
+  const detail = new Table(found);
+  detail.origin = table.origin;
+  detail.places = {};
+  return detail;
 }
 
 // Shows only charts whose title, help or metrics have these words.
