@@ -245,8 +245,6 @@ def answer(outbox: Outbox, call_id: int, *, tracing: bool, timeout_s: float, use
     task.add_done_callback(_answers.discard)
 
 
-async def _answer_for_all(
-    collector: Collector, outbox: Outbox, call_id: int, timeout_s: float, *, use: bool
-) -> None:
+async def _answer_for_all(collector: Collector, outbox: Outbox, call_id: int, timeout_s: float, *, use: bool) -> None:
     await control().submit(collector.gather(timeout_s * 0.8, use=use))  # so that this answer is still in time
     outbox.send(call_id, OK, [_own_report(use=use), *collector.reports.take()])

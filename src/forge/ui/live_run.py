@@ -17,13 +17,15 @@ from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.report.charts import MORE, charts_of
 from forge.observe.report.headline import HEADLINE_METRICS, facts, headline
 from forge.observe.report.reading import setting_of
+from forge.observe.system_log import FILE_NAME as SYSTEM
 from forge.ui.followed_table import FollowedTable
 from forge.ui.ledger_counts import LedgerCounts
 from forge.ui.metric_table import TableRows
-from forge.observe.system_log import FILE_NAME as SYSTEM
 from forge.ui.run_files import CONFIG, METRICS, Fingerprint, fingerprint, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
 from forge.ui.system_charts import known_names, system_charts
+from forge.ui.trace_files import TRACE, list_profiles
+from forge.ui.trace_index import TraceIndex
 
 _DESCRIBED: Final = (CONFIG, SUPERVISOR, CHANGES, LEAGUE_TABLE, FAULTS)
 RECOVERY: Final = ("recovery/restarts", "recovery/steps_retrained", "recovery/seconds")
@@ -44,6 +46,8 @@ class LiveRun:
         self._metrics = FollowedTable(folder / METRICS)
         self.system = FollowedTable(folder / SYSTEM, max_cells=MAX_SYSTEM_CELLS)
         """What processes use: a file of the same form as the metrics."""
+        self.trace = TraceIndex(folder / TRACE)
+        """What processes did. It is read when a page asks for it."""
         self._ledger = LedgerCounts(folder / "ledger.jsonl")
         self._seen: tuple[Fingerprint | None, ...] | None = None
         self._details = 0
@@ -51,7 +55,7 @@ class LiveRun:
     @property
     def num_cells(self) -> int:
         """How many numbers are in memory."""
-        return self._metrics.num_cells + self.system.num_cells
+        return self._metrics.num_cells + self.system.num_cells + self.trace.num_bytes // 4
 
     @property
     def progress(self) -> float:
@@ -137,6 +141,8 @@ class LiveRun:
             "tiles": status["tiles"],
             "charts": self._charts(rows),
             "systemCharts": system_charts(self.system.rows()),
+            "hasTrace": fingerprint(self.folder / TRACE) is not None,
+            "profiles": list_profiles(self.folder),
             "league": self._league(notes),
             "changes": list(read_json_lines(self.folder / CHANGES))[-_MAX_EVENTS:],
             "events": list(read_json_lines(self.folder / SUPERVISOR))[-_MAX_EVENTS:],

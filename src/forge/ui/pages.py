@@ -20,13 +20,15 @@ OWN_PROGRAMS: Final = (
     "events.js",
     "run.js",
     "system.js",
+    "timeline_canvas.js",
+    "timeline.js",
     "compare_board.js",
     "compare_tables.js",
     "compare.js",
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css", "compare.css")
+OWN_STYLES: Final = ("ui.css", "compare.css", "timeline.css")
 
 
 @functools.cache

@@ -17,11 +17,12 @@ from forge.ui.hub import Hub
 from forge.ui.news import add_news, describe_list
 from forge.ui.parameters import HUB, as_json, live_run, number, one_of, run_folder, unknown_run, whole
 from forge.ui.strict_json import to_json
+from forge.ui.timeline_routes import add_timeline
 
 MAX_POINTS: Final = 3_000
 _MAX_BODY: Final = 1 << 16
 _CACHED: Final = {"Cache-Control": "private, max-age=31536000, immutable"}
-PARTS: Final[tuple[Callable[[web.Application], None], ...]] = (add_news, add_compare)
+PARTS: Final[tuple[Callable[[web.Application], None], ...]] = (add_news, add_compare, add_timeline)
 """What adds the addresses of other files."""
 
 
