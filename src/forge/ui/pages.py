@@ -22,13 +22,14 @@ OWN_PROGRAMS: Final = (
     "system.js",
     "timeline_canvas.js",
     "timeline.js",
+    "control.js",
     "compare_board.js",
     "compare_tables.js",
     "compare.js",
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css", "compare.css", "timeline.css")
+OWN_STYLES: Final = ("ui.css", "compare.css", "timeline.css", "control.css")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from forge.ui import pages
 from forge.ui.access import Access, add_headers
 from forge.ui.compare_routes import add_compare
 from forge.ui.config_view import view_config
+from forge.ui.control_routes import add_control, can_control
 from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
 from forge.ui.news import add_news, describe_list
@@ -26,8 +27,8 @@ PARTS: Final[tuple[Callable[[web.Application], None], ...]] = (add_news, add_com
 """What adds the addresses of other files."""
 
 
-def make_app(hub: Hub, access: Access) -> web.Application:
-    """Return the application."""
+def make_app(hub: Hub, access: Access, *, control: bool = False) -> web.Application:
+    """Return the application. Only with `control` it has addresses that change anything."""
     app = web.Application(middlewares=[json_errors("this server"), access.check], client_max_size=_MAX_BODY)
     app[HUB] = hub
     app.on_response_prepare.append(add_headers)
@@ -38,7 +39,7 @@ def make_app(hub: Hub, access: Access) -> web.Application:
     app.router.add_get("/api/run", _run)
     app.router.add_get("/api/config", _config)
     app.router.add_get("/api/metrics", _metrics)
-    for part in PARTS:
+    for part in (*PARTS, *((add_control,) if control else ())):
         part(app)
     return app
 
@@ -68,7 +69,9 @@ async def _run(request: web.Request) -> web.Response:
     summary = await hub.call(hub.runs.refresh, request.query["run"])
     if summary is None:
         raise unknown_run(request.query["run"])
-    return web.Response(text=await hub.call(lambda: to_json(run.describe(summary))), content_type="application/json")
+    facts = {"canControl": can_control(request.app)}
+    text = await hub.call(lambda: to_json({**run.describe(summary), **facts}))
+    return web.Response(text=text, content_type="application/json")
 
 
 async def _config(request: web.Request) -> web.Response:
