@@ -35,9 +35,10 @@ from forge.loops.evaluation import RunEvaluations, make_evaluator
 from forge.loops.grpo_control import GRPOControl
 from forge.loops.league import run_league
 from forge.loops.learning import Learner
+from forge.loops.observing import tracing
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
-from forge.loops.recording import Records, tracing
+from forge.loops.recording import Records
 from forge.loops.restarting import Restarts, start_planned
 from forge.loops.results import GRPOResult
 from forge.loops.resuming import (

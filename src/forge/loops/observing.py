@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from forge.config.record import ObserveConfig
+from forge.observe import is_tracing, switch_tracing
 from forge.observe.fault_records import FILE_NAME as FAULTS
 from forge.observe.fault_records import FaultFile, drain_faults, record_fault
 from forge.observe.system_log import FILE_NAME as SYSTEM
 from forge.observe.system_log import SystemLog
 from forge.observe.trace_file import TraceFile
+from forge.observe.tracing import drain_trace
 from forge.runtime.collect import collect
 
-_log = logging.getLogger("forge.loops")
 TRACE = "trace.json"
+
+
+@contextmanager
+def tracing(is_on: bool) -> Iterator[None]:
+    """Switch tracing on or off inside the block, and forget the spans that are left at its end."""
+    was_on = is_tracing()
+    switch_tracing(is_on)
+    try:
+        yield
+    finally:
+        switch_tracing(was_on)
+        if not was_on:
+            drain_trace()
 
 
 class RunObserver:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from forge.loops.planning import GRPOPlan
 from forge.loops.replay.session import describe_session
 from forge.loops.resuming import kept_steps
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.observe import is_tracing, make_sinks, switch_tracing
+from forge.observe import make_sinks
 from forge.observe.sink import Value
-from forge.observe.tracing import drain_trace
 from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.rollouter import Prompts
@@ -28,19 +26,6 @@ from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
-
-
-@contextmanager
-def tracing(is_on: bool) -> Iterator[None]:
-    """Switch tracing on or off inside the block, and forget the spans that are left at its end."""
-    was_on = is_tracing()
-    switch_tracing(is_on)
-    try:
-        yield
-    finally:
-        switch_tracing(was_on)
-        if not was_on:
-            drain_trace()
 
 
 class Records:

@@ -41,7 +41,7 @@ class ControlView {
     this.results = make('ol', { class: 'card results', 'aria-live': 'polite', 'data-test': 'results', hidden: true });
     this.confirm = this.confirmation();
     this.off = make('p', { class: 'card help', 'data-test': 'inactive', hidden: true });
-    this.on = make('div', { class: 'controls' }, make('section', { class: 'card control' }, make('h3', { text: 'The run' }), this.where, this.actions), this.form);
+    this.on = make('div', { class: 'commanding' }, make('section', { class: 'card control' }, make('h3', { text: 'The run' }), this.where, this.actions), this.form);
     this.node = make('div', {}, this.off, this.on, this.results, this.confirm);
     this.load();
   }
