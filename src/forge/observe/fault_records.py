@@ -127,8 +127,8 @@ class FaultFile:
     lines when it is closed; what cannot be written is logged once, and does not end the run. A run that is not resumed
     moves the file of an earlier one aside."""
 
-    def __init__(self, path: Path, *, is_resumed: bool) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, is_resumed: bool, max_bytes: int = _MAX_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
         self._num_lines = self._num_left_out = self._num_bytes = 0
         self._seen: Counter[tuple[str, str]] = Counter()
         self._has_failed = False
@@ -156,7 +156,7 @@ class FaultFile:
     def _line(self, step: int, fault: FaultRecord) -> str:
         like = (fault.kind, fault.message[:200])
         self._seen[like] += 1
-        if self._seen[like] > _NUM_TRACEBACKS or self._num_bytes > _MAX_BYTES:
+        if self._seen[like] > _NUM_TRACEBACKS or self._num_bytes > self._max_bytes:
             fault = replace(fault, traceback="")
         time = datetime.datetime.fromtimestamp(fault.time, datetime.UTC).isoformat(timespec="milliseconds")
         fields: dict[str, Any] = {"time": time, "step": step, "kind": fault.kind, "where": fault.where}

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, Final
 
-_LIBRARY: Final = "libnvidia-ml.so.1"
+LIBRARY: Final = "libnvidia-ml.so.1"
 _GPU_SAMPLES: Final = 1
 _NOT_FOUND: Final = 6
 _MAX_SAMPLES: Final = 4096
@@ -23,15 +23,15 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def open_look() -> Look:
+def open_look(library: str = LIBRARY) -> Look:
     """Return what looks at a GPU; without the library, or where it does not start, something that returns None."""
     try:
-        library = ctypes.CDLL(_LIBRARY)
-        if library.nvmlInit_v2() != 0:
+        found = ctypes.CDLL(library)
+        if found.nvmlInit_v2() != 0:
             return _blind
     except (OSError, AttributeError):
         return _blind
-    return _Looks(library)
+    return _Looks(found)
 
 
 def _blind(uuid: str) -> None:

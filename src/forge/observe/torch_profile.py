@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
 import tempfile
@@ -129,5 +128,5 @@ def write_profile(path: Path, data: bytes) -> None:
     """Write a profile, which appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data if data[:2] == b"\x1f\x8b" else gzip.compress(data))
+    part.write_bytes(data)
     os.replace(part, path)

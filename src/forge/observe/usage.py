@@ -126,7 +126,7 @@ def _gpus() -> tuple[int | None, tuple[DeviceUse, ...]]:
     """Return what PyTorch holds of this process's GPUs, and these GPUs; nothing where it has not started CUDA."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    if cuda is None or not cuda.is_available() or not cuda.is_initialized():
+    if cuda is None or not cuda.is_initialized():
         return None, ()
     places = range(cuda.device_count())
     held = [cuda.memory_reserved(place) for place in places]
