@@ -52,7 +52,7 @@ async def _show(request: web.Request) -> web.Response:
         status = await ask_run_soon(folder, {"command": "show"})
     except (ConfigError, RunRefused) as error:
         return as_json({"isActive": False, "why": error.message})
-    return as_json({"isActive": True, "why": "", **status})
+    return as_json({"isActive": True, "why": "", **_without_ok(status)})
 
 
 async def _command(request: web.Request) -> web.Response:
@@ -75,7 +75,7 @@ async def _command(request: web.Request) -> web.Response:
         return _refusal(error)
     finally:
         waiting.discard(key)
-    return as_json({name: value for name, value in reply.items() if name != "ok"})
+    return as_json(_without_ok(reply))
 
 
 async def _asked(request: web.Request) -> dict[str, Any]:
@@ -97,6 +97,10 @@ async def _asked(request: web.Request) -> dict[str, Any]:
     if not isinstance(values, dict) or not 1 <= len(values) <= _MAX_KEYS or not all(map(_is_plain, values.values())):
         raise parameter_error("values", f"must have 1 to {_MAX_KEYS} keys, each with a finite number, a text or null")
     return {**asked, "values": values, "by": _BY}
+
+
+def _without_ok(reply: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in reply.items() if name != "ok"}
 
 
 def _is_plain(value: object) -> bool:

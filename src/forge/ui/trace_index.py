@@ -6,6 +6,7 @@ its blocks; for a wide one the overview has to do.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -26,7 +27,6 @@ READ: Final = 1 << 22
 BLOCK: Final = 1 << 18
 MAX_BLOCKS: Final = 16_384
 MAX_EXACT: Final = 32 << 20
-"""Bytes of blocks that are read for one part of the trace; of a part with more the overview is shown."""
 _KEPT: Final = 64 << 20
 """Memory for spans of blocks that were read before."""
 _BUDGET_S: Final = 0.15
@@ -44,10 +44,19 @@ class _Block:
 
 
 class TraceIndex:
-    """The trace in one file. Calls may come from any thread; one at a time is carried out."""
+    """The trace in one file. Calls may come from any thread; one at a time is carried out.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the file.
+        block: bytes of a block, as the file is read; more when there are more than `max_blocks`.
+        max_blocks: of how many blocks the time is known.
+        max_exact: bytes of blocks that are read for one part of the trace; of more the overview is shown.
+    """
+
+    def __init__(
+        self, path: Path, *, block: int = BLOCK, max_blocks: int = MAX_BLOCKS, max_exact: int = MAX_EXACT
+    ) -> None:
+        self.path, self._block, self._max_blocks, self._max_exact = path, block, max_blocks, max_exact
         self.guard = threading.RLock()
         """Held while the index changes. Take it to see several of its parts at the same time."""
         self._file: tuple[int, int] | None = None
@@ -108,13 +117,17 @@ class TraceIndex:
         if self._offset >= self._size:
             return False
         data = os.pread(file.fileno(), READ, self._offset)
+        is_last = self._offset + len(data) >= self._size
         end = data.rfind(b"\n") + 1
+        if is_last:
+            if _is_whole(data[end:]):  # an event ends with its line only when another one follows
+                end = len(data)
+            end = len(data[:end].rstrip(b"], \t\r\n"))  # a run that is resumed continues after the last event
         if end == 0:
             if len(data) < READ:  # it is being written
                 self._size = self._offset
                 return False
             end = len(data)  # no event is so long
-        is_last = self._offset + len(data) >= self._size
         self._add(data[:end])
         if is_last:
             self._size = self._offset
@@ -123,9 +136,9 @@ class TraceIndex:
     def _add(self, data: bytes) -> None:
         place = 0
         while place < len(data):
-            end = (
-                len(data) if len(data) - place <= BLOCK else (data.rfind(b"\n", place, place + BLOCK) + 1 or len(data))
-            )
+            is_rest = len(data) - place <= self._block
+            end = 0 if is_rest else data.rfind(b"\n", place, place + self._block) + 1
+            end = end or len(data)
             part = data[place:end]
             spans = self.names.read(part, offset=self._offset + place)
             if len(spans):
@@ -136,7 +149,7 @@ class TraceIndex:
                 self.overview.add(spans)
             place = end
         self._offset += len(data)
-        if len(self._blocks) > MAX_BLOCKS:
+        while len(self._blocks) > self._max_blocks:
             self._merge_blocks()
 
     def _merge_blocks(self) -> None:
@@ -150,7 +163,7 @@ class TraceIndex:
         """Return all spans of the blocks that have any in this part of the trace; None where that is too much."""
         with self.guard:
             blocks = self._between(start_us, end_us)
-            if sum(block.size for block in blocks) > MAX_EXACT:
+            if sum(block.size for block in blocks) > self._max_exact:
                 return None
             try:
                 with open_file(self.path) as file:
@@ -198,6 +211,14 @@ class TraceIndex:
                 end = data.find(b"\n", begin)
                 lines.append(data[begin : len(data) if end < 0 else end])
             yield b"".join(b",\n" + line.lstrip(b"[, \t").rstrip(b"], \t\r") for line in lines)
+
+
+def _is_whole(line: bytes) -> bool:
+    """Return whether a line that has no end yet is a whole event."""
+    try:
+        return isinstance(json.loads(line.strip(b"[,] \t\r")), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _joined(pair: list[_Block]) -> _Block:

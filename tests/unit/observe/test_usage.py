@@ -76,7 +76,8 @@ def test_children_are_counted_unless_they_answer_for_themselves() -> None:
 
 NVML = """
 #include <string.h>
-typedef struct { unsigned long long time_us; union { double d; unsigned int u; unsigned long long ull; } value; } sample;
+typedef unsigned long long u64;
+typedef struct { u64 time_us; union { double d; unsigned int u; u64 ull; } value; } sample;
 typedef struct { unsigned long long total, free, used; } memory;
 static int device = 7, looks = 0;
 int nvmlInit_v2(void) { return 0; }
@@ -90,7 +91,7 @@ int nvmlDeviceGetMemoryInfo(void *given, memory *found) {
   found->total = 100; found->free = 40; found->used = 60;
   return given == &device ? 0 : 1;
 }
-int nvmlDeviceGetSamples(void *given, int type, unsigned long long since, int *kind, unsigned int *count, sample *found) {
+int nvmlDeviceGetSamples(void *given, int type, u64 since, int *kind, unsigned int *count, sample *found) {
   if (given != &device || type != 1 || *count < 2) return 2;
   if (since >= 2000) return 6;
   *kind = 1; *count = 2; looks += 1;
