@@ -123,7 +123,8 @@ def test_no_host_but_its_own_is_accepted() -> None:
     assert 100 < accepted < NUM_HOSTS // 2
 
 
-STOP = b'Content-Length: 33\r\n\r\n{"run": "run", "command": "stop"}'
+_STOP = b'{"run": "run", "command": "stop"}'
+STOP = b"Content-Length: %d\r\n\r\n%s" % (len(_STOP), _STOP)
 ORIGIN = b"Origin: http://localhost\r\n"
 
 

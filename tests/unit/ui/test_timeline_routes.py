@@ -105,7 +105,8 @@ def test_profiles_are_listed_and_downloaded_by_their_names_alone(run: Path) -> N
     [
         ("/api/timeline", {"run": "no"}, 404), ("/api/timeline", {"start": "2", "end": "1"}, 400),
         ("/api/timeline", {"start": "nan", "end": "1"}, 400), ("/api/timeline", {"points": "5"}, 400),
-        ("/api/timeline", {"points": "5000"}, 400), ("/api/trace", {"start": "1"}, 400), ("/api/trace", {"run": "no"}, 404),
+        ("/api/timeline", {"points": "5000"}, 400), ("/api/trace", {"start": "1"}, 400),
+        ("/api/trace", {"run": "no"}, 404),
         ("/api/trace", {"start": "2", "end": "2"}, 400), ("/api/timeline/span", {"offset": "3"}, 404),
         ("/api/timeline/span", {"offset": "-1"}, 400), ("/api/timeline/span", {"offset": "99999999999"}, 404),
         ("/api/metrics", {"of": "others"}, 400),
