@@ -21,10 +21,10 @@ from forge.observe.system_log import FILE_NAME as SYSTEM
 from forge.ui.followed_table import FollowedTable
 from forge.ui.ledger_counts import LedgerCounts
 from forge.ui.metric_table import TableRows
-from forge.ui.run_files import CONFIG, METRICS, Fingerprint, fingerprint, read_json_lines
+from forge.ui.run_files import CONFIG, METRICS, fingerprint, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
 from forge.ui.system_charts import known_names, system_charts
-from forge.ui.trace_files import TRACE, list_profiles
+from forge.ui.trace_files import TRACE, list_profiles, trace_marks
 from forge.ui.trace_index import TraceIndex
 
 _DESCRIBED: Final = (CONFIG, SUPERVISOR, CHANGES, LEAGUE_TABLE, FAULTS)
@@ -49,7 +49,7 @@ class LiveRun:
         self.trace = TraceIndex(folder / TRACE)
         """What processes did. It is read when a page asks for it."""
         self._ledger = LedgerCounts(folder / "ledger.jsonl")
-        self._seen: tuple[Fingerprint | None, ...] | None = None
+        self._seen: tuple[object, ...] | None = None
         self._details = 0
 
     @property
@@ -90,7 +90,7 @@ class LiveRun:
         """Read the next part of what is new. Return whether more is left."""
         with self._lock:
             changed = any([self._metrics.advance(), self.system.advance(), self._ledger.advance()])
-            seen = tuple(fingerprint(self.folder / name) for name in _DESCRIBED)
+            seen = (*(fingerprint(self.folder / name) for name in _DESCRIBED), *trace_marks(self.folder))
             if seen != self._seen:
                 self._seen, changed = seen, True
                 self._details += 1

@@ -15,6 +15,15 @@ _MAX_PROFILES: Final = 500
 _PROFILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}\.json(\.gz)?")
 
 
+def trace_marks(folder: Path) -> tuple[object, ...]:
+    """Return what changes when a trace appears, or a profile."""
+    try:
+        changed = os.lstat(folder / PROFILES).st_mtime_ns
+    except OSError:
+        changed = 0
+    return fingerprint(folder / TRACE) is not None, changed
+
+
 def list_profiles(folder: Path) -> list[dict[str, Any]]:
     """Return the profiles in a run's folder, the newest steps first."""
     place = folder / PROFILES

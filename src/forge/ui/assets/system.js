@@ -66,16 +66,25 @@ class SystemView {
     if (this.board) this.render();
   }
 
-  // Loads the rows that are new.
+  // Loads the rows that are new, and again what has come meanwhile.
   async hear({ system }) {
+    this.told = system;
     if (!this.table || this.loading) return;
+    this.loading = true;
+    while (this.told && !this.isClosed) {
+      const told = this.told;
+      this.told = null;
+      await this.loadRows(told);
+    }
+    this.loading = false;
+  }
+
+  async loadRows(system) {
     const { steps } = this.table;
     const last = steps.length ? steps[steps.length - 1] : 0;
     const isOther = system.table !== this.tableId || this.table.length > 2.5 * POINTS;
     if (!isOther && system.lastStep === last) return;
-    this.loading = true;
     const found = await ask('metrics', isOther ? this.parameters : { ...this.parameters, first: last }).catch(() => null);
-    this.loading = false;
     if (!found || this.isClosed) return;
     if (isOther || found.table !== this.tableId) {
       if (!isOther) return; // its next step asks for all

@@ -83,7 +83,9 @@ class TimelineView {
     this.canvas.window = [from, from + length];
     if (!keepsFollowing && from + length < this.end - 0.02 * length) this.setFollowing(false);
     const short = (value) => Number(value.toFixed(6));
-    if (!this.isFollowing) keep({ t: from === 0 && length >= most ? '' : `${short(from)}~${short(from + length)}` });
+    const place = from === 0 && length >= most ? '' : `${short(from)}~${short(from + length)}`;
+    this.canvas.canvas.dataset.window = place;
+    keep({ t: this.isFollowing ? '' : place });
     this.canvas.refresh();
     this.tell();
     this.load();
@@ -142,12 +144,20 @@ class TimelineView {
 
   // A step has ended, so the trace has grown.
   async hear() {
+    this.hasGrown = true;
     if (!this.found || this.hearing) return;
     this.follow.hidden = !isAlive(this.run.description.status.summary);
     this.hearing = true;
+    while (this.hasGrown && !this.isClosed) {
+      this.hasGrown = false;
+      await this.look();
+    }
+    this.hearing = false;
+  }
+
+  async look() {
     const last = this.end;
     const found = await this.ask(0, 1e-3).catch(() => null);
-    this.hearing = false;
     if (!found || this.isClosed || found.end === last) return;
     this.found = { ...this.found, end: found.end, progress: found.progress, generation: found.generation };
     const [start, end] = this.canvas.window;
@@ -233,6 +243,7 @@ class TimelineView {
 
   // Chooses the next or the previous span in the row of the one that is chosen, or the first one in view.
   step(by) {
+    if (!this.shown) return;
     const { spans } = this.shown;
     const chosen = this.canvas.selected;
     const lane = chosen ? spans.lane[spans.offset.indexOf(chosen.offset)] : this.canvas.rows.find((row) => row.lane !== undefined && this.canvas.byLane.has(row.lane))?.lane;
@@ -321,7 +332,7 @@ class TimelineView {
       ArrowUp: () => { this.canvas.scroller.scrollTop -= 60; }, ArrowDown: () => { this.canvas.scroller.scrollTop += 60; },
       Escape: () => this.show(0, this.end), '.': () => this.step(1), ',': () => this.step(-1), '/': () => this.filter.focus(), f: () => this.setFollowing(!this.isFollowing),
     };
-    if (!acts[event.key] || !this.shown) return;
+    if (!acts[event.key] || !this.found) return;
     event.preventDefault();
     acts[event.key]();
   }
