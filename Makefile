@@ -14,7 +14,7 @@ INSTALL_ARGS ?=
 install := scripts/install.sh --venv "$(VENV)" $(if $(PYTHON),--python "$(PYTHON)") $(INSTALL_ARGS)
 py := "$(VENV)/bin/python"
 
-.PHONY: help env env-dev env-test env-foreign quickstart test test-fast coverage lint bench docs clean
+.PHONY: help env env-dev env-test env-foreign quickstart test test-fast coverage lint bench docs dist clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -66,6 +66,9 @@ bench: env-dev ## Run every benchmark
 docs: env-dev ## Build the documentation; a warning is an error
 	@$(py) -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+dist: env-dev ## Build the source distribution and the wheel into dist/
+	@$(py) scripts/build_dist.py dist
 
 clean: ## Remove what the targets made, except the environment
 	@rm -rf build dist htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis docs/_build

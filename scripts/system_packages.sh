@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Install the Debian packages that some tests use: a browser, test networks, and a SLURM of their own. Without them those
+# Install the Debian packages that some tests use: browsers, test networks, and a SLURM of their own. Without them those
 # tests are skipped, with the reason. Does nothing where they are there, where there is no apt-get, or without root.
 set -uo pipefail
 
-packages=(chromium iproute2 munge nftables openssl slurm-client slurmctld slurmd)
+packages=(chromium firefox-esr iproute2 munge nftables openssl slurm-client slurmctld slurmd)
 limit_s=600
 
 missing=()

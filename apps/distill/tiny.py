@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "apps" / "quickstart"))
+APPS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(APPS / "quickstart"))
 
-from digits import questions, write_task  # noqa: E402
+from digits import write_task  # noqa: E402
 
 from forge.config import DistillConfig, EvalConfig, GRPOConfig, SFTConfig, load  # noqa: E402
 from forge.loops.evals import evaluate  # noqa: E402
@@ -48,30 +47,20 @@ def main() -> None:
 def distill(folder: Path, *, seed: int) -> dict[str, float]:
     """Make both models, distill in both ways, and return the held-out accuracy of each model."""
     task = write_task(folder / "task", seed=seed)
-    right = [
-        {
-            "messages": [
-                {"role": "user", "content": each.text},
-                {"role": "assistant", "content": f"The answer is {each.answer}."},
-            ]
-        }
-        for each in questions(seed)[0]
-    ]
-    (task / "right.jsonl").write_text("".join(json.dumps(record) + "\n" for record in right), encoding="utf-8")
     print("1. Fine-tuning: the teacher on right answers, the student on the format.", flush=True)
     asyncio.run(
-        run_sft(_load(SFTConfig, "apps/distill/teacher.yaml", folder, seed, f"data.sources.0.path={task}/right.jsonl"))
+        run_sft(_load(SFTConfig, "distill/teacher.yaml", folder, seed, f"data.sources.0.path={task}/right.jsonl"))
     )
     shown = (f"data.sources.0.path={task}/demonstrations.jsonl", "run.name=student")
-    asyncio.run(run_sft(_load(SFTConfig, "apps/quickstart/sft.yaml", folder, seed, *shown)))
+    asyncio.run(run_sft(_load(SFTConfig, "quickstart/sft.yaml", folder, seed, *shown)))
     models = (f"model.path={folder}/student/checkpoints/hf", f"teacher.path={folder}/teacher/checkpoints/hf")
     print("2. On-policy: the teacher scores what the student samples.", flush=True)
     asked = (f"prompts.sources.0.path={task}/prompts.jsonl", f"evaluation.sources.0.path={task}/heldout.jsonl")
-    result = asyncio.run(run_grpo(_load(GRPOConfig, "apps/distill/tiny_onpolicy.yaml", folder, seed, *models, *asked)))
+    result = asyncio.run(run_grpo(_load(GRPOConfig, "distill/tiny_onpolicy.yaml", folder, seed, *models, *asked)))
     assert result.first_evaluation is not None
     assert result.evaluation is not None
     print("3. Off-policy: the student learns from stored logprobs.", flush=True)
-    offline = _load(DistillConfig, "apps/distill/tiny_offline.yaml", folder, seed, *models, shown[0])
+    offline = _load(DistillConfig, "distill/tiny_offline.yaml", folder, seed, *models, shown[0])
     asyncio.run(store_logprobs(offline))
     asyncio.run(run_supervised(offline))
     return {
@@ -83,7 +72,7 @@ def distill(folder: Path, *, seed: int) -> dict[str, float]:
 
 
 def _load(schema: type, file: str, folder: Path, seed: int, *overrides: str) -> Any:
-    return load(schema, files=[ROOT / file], overrides=[f"run.output_dir={folder}", f"run.seed={seed}", *overrides])
+    return load(schema, files=[APPS / file], overrides=[f"run.output_dir={folder}", f"run.seed={seed}", *overrides])
 
 
 def _accuracy(folder: Path, name: str, seed: int) -> float:

@@ -2,8 +2,9 @@
 
 demonstrations.jsonl   what the model is shown first: every training question four times, answered with each of its
                        digits once. They show how an answer is written, and nothing about which digit is right.
+right.jsonl            every training question once, with its right answer: what a teacher learns from (apps/distill).
 prompts.jsonl          the training questions with their answers, which only the reward sees.
-heldout.jsonl          questions that are in neither of the other files.
+heldout.jsonl          questions that are in none of the other files.
 
 python apps/quickstart/digits.py FOLDER [SEED]
 """
@@ -64,13 +65,14 @@ def questions(seed: int) -> tuple[list[Question], list[Question]]:
 
 
 def write_task(folder: str | Path, *, seed: int = 0) -> Path:
-    """Write the three files into a folder, which is made, and return it."""
+    """Write the files into a folder, which is made, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     train, heldout = questions(seed)
     shown = [_shown(question, digit) for question in train for digit in question.digits]
     random.Random(seed).shuffle(shown)
     _write(folder / "demonstrations.jsonl", shown)
+    _write(folder / "right.jsonl", (_shown(question, question.answer) for question in train))
     _write(folder / "prompts.jsonl", map(_asked, train))
     _write(folder / "heldout.jsonl", map(_asked, heldout))
     return folder

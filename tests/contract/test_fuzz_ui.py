@@ -28,7 +28,7 @@ NUM_OVER_SOCKETS = 1500
 PATHS = (
     *("/", "/run/x", "/compare", "/api/runs", "/api/run", "/api/metrics", "/api/events", "/api/config", "/assets/x.js"),
     *("/api/compare", "/api/compare/config", "/api/timeline", "/api/timeline/span", "/api/trace", "/api/profile"),
-    "/api/control",
+    *("/api/control", "/api/rollouts", "/api/rollouts/sample", "/api/rollouts/group"),
 )
 NUM_COMMANDS = 1500
 
@@ -136,6 +136,7 @@ def raw_requests(token: str) -> list[bytes]:
         b"GET /?token=" + token.encode() + b" HTTP/1.1\r\n" + host + b"\r\n",
         b"GET /api/run?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
         b"GET /api/events?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
+        b"GET /api/rollouts?run=run&q=e HTTP/1.1\r\n" + host + auth + b"\r\n",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Content-Length: 1073741824\r\n\r\n{}",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Transfer-Encoding: chunked\r\n\r\n40000000\r\n{}",
         *(b"POST /api/control HTTP/1.1\r\n" + host + origin + auth + json + STOP for origin in (b"", ORIGIN)),

@@ -47,6 +47,8 @@ class Way:
 
 TCP = {"FORGE_STORE_WAYS": "tcp"}
 RDMA = {"FORGE_STORE_WAYS": "rdma", "FORGE_RDMA": "force"}
+ELSEWHERE = {"FORGE_STORE_WAYS": "shm,tcp", "FORGE_HOST": "elsewhere"}
+DIRECT = {"FORGE_STORE_DISTRIBUTION": "direct"}
 WAYS = [
     Way("inline", "", shapes=SMALL),
     Way("shm", "shm"),  # in the processes of the one before, which have not yet read from shared memory
@@ -55,7 +57,10 @@ WAYS = [
     Way("disk", "shm", {"FORGE_STORE_MEMORY_GB": "0.0001"}),
     Way("one volume", "shm", volumes=1),
     Way("two volumes", "shm", volumes=2, copies=2),
-    Way("volumes elsewhere", "tcp", TCP | {"FORGE_HOST": "elsewhere"}, volumes=2, copies=2),
+    Way("publisher elsewhere", "shm", ELSEWHERE, volumes=2, copies=2),
+    Way("volumes elsewhere", "tcp", ELSEWHERE, TCP, volumes=2, copies=2),
+    Way("direct", "tcp", ELSEWHERE, DIRECT),
+    Way("relayed", "shm", ELSEWHERE),
 ]
 
 
@@ -291,24 +296,29 @@ def test_the_way_is_the_one_that_was_meant(place: Place) -> None:
         await place.readers.fetch.call(key, place.shapes())
         for ways in await place.everywhere(used):
             expected = {way for way in (place.transport.uses,) if way}
-            full_needs = {"tcp"} if place.transport.uses == "rdma" else set()
+            full_needs = {"tcp"} if place.transport.name.startswith(("rdma", "relayed")) else set()
             assert expected <= {way for way, is_used in ways.items() if is_used} <= expected | full_needs
 
     place.do(scenario())
 
 
+async def num_kept(place: Place) -> list[int]:
+    """How many segments each process has."""
+    found = [await group.run.call(num_segments) for group in (place.trainer, place.readers)]
+    return [answer for answers in found for _, answer in answers.items()]
+
+
 def test_memory_of_retired_versions_is_free_again(place: Place) -> None:
     async def scenario() -> None:
         key = place.key()
-        before = await place.trainer.run.call(num_segments)
+        before = await num_kept(place)
         for version in range(6):
             await place.publish(key, version)
             await place.readers.fetch.call(key, place.shapes())
         await ts.Weights(key).retire(keep=0)
         while True:  # a reader's last word may still be on its way to the publisher
-            after = await place.trainer.run.call(num_segments)
-            pairs = list(zip(before.items(), after.items(), strict=True))
-            if all(has <= had + 1 for (_, had), (_, has) in pairs):
+            after = await num_kept(place)
+            if all(has <= had + 1 for had, has in zip(before, after, strict=True)):
                 return  # one segment stays for the next version, and no more
 
     place.do(scenario())

@@ -95,3 +95,17 @@ def test_a_part_that_cannot_be_loaded_is_a_finding_and_not_a_crash(tmp_path: Pat
         assert "libcudart.so.13 is not there" in checks[name]["detail"]
     assert json.loads(ended.stdout)["gpus"]["torch_can_use"] is False
     assert "Traceback" not in ended.stderr
+
+
+def test_what_a_configuration_needs_is_checked_without_starting_anything(tmp_path: Path) -> None:
+    write_metadata(tmp_path, "bitsandbytes", "0.1.0")
+    words = ["--no-start", "--json", "--config", "sft/qwen3_1_7b_lora", "adapter.base_dtype=nf4"]
+    ended = doctor(*words, "distributed.with_gpus=false", first_on_path=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    checks = checks_of(ended)
+    assert not LIVE & set(checks)
+    assert checks["adapter.base_dtype"]["status"] == "FAIL"
+    assert checks["adapter.base_dtype"]["repair"] == "pip install 'torchforge[quantized]'"
+    assert checks["model.path"]["status"] == "FAIL"
+    assert "forge download Qwen/Qwen3-1.7B" in checks["model.path"]["repair"]
+    assert checks["disk"]["status"] == "PASS"

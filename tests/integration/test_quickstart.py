@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from forge.errors import ConfigError
 from forge.loops.evaluation import Evaluation
 from forge.loops.grpo import GRPOResult
 
@@ -40,6 +41,8 @@ def test_only_learning_counts_as_success(
     assert f"Held-out accuracy: {first:.1%} -> {last:.1%}" in out
     assert "report.html" in out
     assert ("FAILED" in err) is not learned
+    assert quickstart.report(ended(first, last), seconds=100.0, is_judged=False), "overrides make it another task"
+    assert "FAILED" not in capsys.readouterr().err
 
 
 def test_the_configurations_fit_the_files_that_are_written(quickstart: ModuleType, tmp_path: Path) -> None:
@@ -47,8 +50,8 @@ def test_the_configurations_fit_the_files_that_are_written(quickstart: ModuleTyp
 
     quickstart.prepare(tmp_path / "run")
     quickstart.write_task(tmp_path / "run" / "task", seed=3)
-    sft = quickstart.configured(SFTConfig, "apps/quickstart/sft.yaml", tmp_path / "run", seed=3)
-    grpo = quickstart.configured(GRPOConfig, "apps/grpo/tiny.yaml", tmp_path / "run", seed=3)
+    sft = quickstart.configured(SFTConfig, "quickstart/sft.yaml", tmp_path / "run", seed=3)
+    grpo = quickstart.configured(GRPOConfig, "grpo/tiny.yaml", tmp_path / "run", seed=3)
     assert (sft.run.seed, grpo.run.seed) == (3, 3)
     paths = [sft.data.sources[0].path, grpo.prompts.sources[0].path, grpo.evaluation.sources[0].path]
     assert all(Path(path).is_file() for path in paths)
@@ -57,8 +60,11 @@ def test_the_configurations_fit_the_files_that_are_written(quickstart: ModuleTyp
 
 def test_a_folder_of_somebody_else_is_left_alone(quickstart: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(SystemExit, match="not empty"):
+    with pytest.raises(ConfigError, match="not empty") as refused:
         quickstart.prepare(tmp_path)
+    assert (refused.value.path, refused.value.value) == ("--output", str(tmp_path))
+    with pytest.raises(ConfigError, match="a folder that can be written: Not a directory"):
+        quickstart.prepare(tmp_path / "mine.txt")
     assert (tmp_path / "mine.txt").read_text() == "precious"
     own = tmp_path / "own"
     quickstart.prepare(own)

@@ -174,6 +174,14 @@ def test_a_token_shows_its_numbers_and_colours(run: Path, tmp_path: Path) -> Non
         tip = await text(page, ".tip")
         for word in ("token", "sampler", "trainer", "reference", "difference", "ratio", "version 0", '"<think>"'):
             assert word in tip
+        await page.ask("document.querySelector('.tokens').focus()")
+        await page.press("End")
+        assert await page.ask("[...document.querySelectorAll('.token')].pop().classList.contains('picked')")
+        await page.press("ArrowLeft")
+        assert await page.ask("document.querySelectorAll('.token.picked').length") == 1
+        assert "advantage" in await text(page, ".tip")
+        assert await text(page, "[data-test=position]") == "1 of 320"  # the keys were those of the tokens
+        await page.ask("document.activeElement.blur()")
         await set_field(page, ".tokenbar select", "version")
         assert "v0" in await text(page, ".tokenbar")
         assert await page.ask(colours) == 1

@@ -175,7 +175,7 @@ def test_the_kind_of_a_file_is_found_by_its_sections() -> None:
     for file in ("apps/reward_model/tiny.yaml", "apps/rlhf/qwen3_1_7b_reward_model.yaml"):
         found = detect_kind([str(ROOT / file)], [])
         assert (found.kind, found.schema, found.others) == ("reward_model", RewardTrainingConfig, ())
-        assert (ROOT / program_of(found.kind)).is_file()
+        assert (ROOT / "apps" / program_of(found.kind) / "main.py").is_file()
     assert detect_kind([str(ROOT / "apps/sft/tiny.yaml")], []).kind == "sft"
     assert set(_KINDS) == set(SCHEMAS)
 

@@ -14,6 +14,7 @@ import yaml
 
 from forge.cli import main
 from forge.config import GRPOConfig, load
+from forge.observe import read_jsonl
 from grpo_runs import train, train_here
 from scaled_runs import APPS, MAIN, ROOT, TINY, check_run
 
@@ -79,12 +80,16 @@ def test_one_gpu(tmp_path: Path) -> None:
 
 
 def test_eight_gpus(tmp_path: Path) -> None:
-    """Four ranks of FSDP and four generators become two each."""
+    """Four ranks of FSDP and four generators become two each. The reference of a KL penalty is one process."""
     sizes = ("distributed.shard=2", "generator.num_replicas=2", f"run.output_dir={tmp_path}")
+    sizes += ("algorithm.kl.coefficient=0.1",)
     config = load(GRPOConfig, files=[APPS / "qwen3_8b.yaml"], overrides=[*TINY, *sizes])
     assert (config.placement, config.distributed.strategy) == ("apart", "fsdp")
     train(config)
-    check_run(tmp_path / config.run.name, num_ranks=2)
+    folder = tmp_path / config.run.name
+    check_run(folder, num_ranks=2)
+    divergence = [line.values["train/kl"] for line in read_jsonl(folder / "metrics.jsonl") if "train/kl" in line.values]
+    assert abs(divergence[0]) < 1e-5, "the reference has the weights of the start"
 
 
 def test_the_guide_shows_what_changes_between_the_files() -> None:

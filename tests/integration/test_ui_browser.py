@@ -146,8 +146,8 @@ def test_configuration_and_events_have_views_of_their_own(runs: Path) -> None:
 
     async def body(page: Page, ui: UiServer) -> None:
         await page.open(ui.url("run"))
-        await page.until("document.querySelectorAll('.tabs a').length === 3")
-        await page.click(".tabs a:nth-child(2)")
+        await page.until("document.querySelector('.tabs a')")
+        await page.click(".tabs a[href*=configuration]")
         await page.until("document.querySelector('[data-test=settings]')?.innerText.includes('rollout.staleness')")
         await set_field(page, "input[aria-label='Compare with run']", "other")
         await page.until("document.querySelectorAll('[data-test=settings] dt.other').length === 1")
@@ -155,7 +155,7 @@ def test_configuration_and_events_have_views_of_their_own(runs: Path) -> None:
         await page.ask("document.querySelector('.check input').click()")
         await page.until("document.querySelectorAll('[data-test=settings] dt').length === 1")
         await page.until("location.search.includes('against=other') && location.search.includes('diff=1')")
-        await page.click(".tabs a:nth-child(3)")
+        await page.click(".tabs a[href*=events]")
         await page.until("document.querySelector('[data-test=events]')?.innerText.includes('rollout.staleness: 2 → 1')")
         await page.ask("history.back()")
         await page.until("document.querySelectorAll('[data-test=settings] dt').length === 1")

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from forge.errors import StoreKeyError
 
@@ -51,6 +51,9 @@ class MemorySegments:
 
     def release(self, name: str) -> None:
         self.pins[name] -= 1
+
+    def wait_for(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Return at once: all is there."""
 
     def mapped(self, name: str) -> memoryview | None:
         return None

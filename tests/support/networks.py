@@ -39,13 +39,14 @@ import pytest
 from forge.runtime.forking import SCOPE
 
 SUPPORT = Path(__file__).parent
-MAX_HOSTS = 8
+MAX_HOSTS = 9
 LIMIT_S = 600
 PATIENT = ("launcher.heartbeat_timeout_s=60", "launcher.lease_s=120", "launcher.attach_timeout_s=300")
 """For hosts that share the cores of one busy machine."""
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _BRIDGE = "switch"
 _BURST_BYTES = 32 * 1024
+_REFILL_S = 0.001
 _LINK_S = 60.0
 _POLL_S = 0.2
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -53,13 +54,14 @@ _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 def require_network(*, faults: bool = False, delay: bool = False) -> None:
     """Skip the test where hosts cannot be made, or frames not dropped (`faults`) or delayed (`delay`)."""
-    reason = _why_no_hosts() or (faults and _why_no_faults()) or (delay and _why_no_delay())
+    reason = why_no_hosts() or (faults and _why_no_faults()) or (delay and _why_no_delay())
     if reason:
         pytest.skip(f"a test network is not possible here: {reason}")
 
 
 @functools.cache
-def _why_no_hosts() -> str:
+def why_no_hosts() -> str:
+    """Return why hosts cannot be made here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "it needs root on Linux"
     if missing := [tool for tool in ("ip", "tc", "unshare", "nsenter", "mount") if not shutil.which(tool, path=_PATH)]:
@@ -119,6 +121,10 @@ class HostProcess:
         (child,) = psutil.Process(self._entered.pid).children()
         return int(child.pid)
 
+    @property
+    def is_running(self) -> bool:
+        return self._entered.poll() is None
+
     def read_line(self) -> str:
         """Wait for its next line; empty when it has closed its standard output."""
         assert self._entered.stdout is not None
@@ -131,6 +137,8 @@ class HostProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+        if number == signal.SIGCONT:  # nsenter stops when its child stops
+            self._entered.send_signal(number)
 
     def wait(self) -> int:
         """Wait until it has ended and return its exit code, as a shell does: 128 + N after signal N."""
@@ -185,8 +193,15 @@ class _Namespaces:
                 return
         raise RuntimeError(f"{device} does not carry frames after {_LINK_S:g} s: {link}")
 
+    def hang_up(self) -> None:
+        """Have the first process end, and do not wait for it."""
+        if self._owner.stdin is not None:
+            self._owner.stdin.close()
+            self._owner.stdin = None
+
     def close(self) -> None:
-        self._owner.communicate(timeout=LIMIT_S)  # closes its standard input
+        self.hang_up()
+        self._owner.communicate(timeout=LIMIT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +256,18 @@ def _name(number: int) -> str:
     return f"host{number}"
 
 
+def _bucket(mbit: float) -> str:
+    """Return a queue that lets through so much. What it lets through at once must last until it is looked at again."""
+    burst = max(_BURST_BYTES, round(mbit * 1e6 / 8 * _REFILL_S))
+    return f"tbf rate {round(mbit * 1e6)}bit burst {burst} limit {16 * burst}"
+
+
 def _address(number: int) -> str:
     return f"10.77.0.{number}"
 
 
 class Network:
-    """Two to eight hosts on one switch. Every method returns when its effect is in force."""
+    """Two to nine hosts on one switch. Every method returns when its effect is in force."""
 
     def __init__(self, num_hosts: int) -> None:
         if not 2 <= num_hosts <= MAX_HOSTS:
@@ -292,11 +313,7 @@ class Network:
             (host.namespaces, "eth0", upload_mbit),
             (self._switch, host.port, download_mbit),
         ):
-            qdisc = (
-                f"tbf rate {round(mbit * 1e6)}bit burst {_BURST_BYTES} limit {16 * _BURST_BYTES}"
-                if mbit is not None
-                else "noqueue"
-            )
+            qdisc = "noqueue" if mbit is None else _bucket(mbit)
             _call([*namespaces.enter("--net"), "tc", "qdisc", "replace", "dev", device, "root", *qdisc.split()])
 
     def num_delayed_by_limit(self, host: NetworkHost, *, upload: bool) -> int:
@@ -381,6 +398,8 @@ class Network:
 
     def close(self) -> None:
         """End every host with all its processes, and the switch."""
+        for host in self.hosts:
+            host.namespaces.hang_up()  # all at once: the kernel takes a second or two for each
         for host in self.hosts:
             if host.is_running:
                 host.end()

@@ -308,12 +308,14 @@ class DyingShelf:
     def release(self, name: str) -> None:
         self.segments.release(name)
 
+    def wait_for(self, name: str, ranges: Any) -> None:
+        self.segments.wait_for(name, ranges)
+
     def mapped(self, name: str) -> Any:
         return self.segments.mapped(name)
 
-    def create(self, size: int) -> str:
-        created: str = self.segments.create(size)
-        return created
+    def create(self, size: int) -> Any:
+        return self.segments.create(size)
 
 
 def die_after(num_requests: int) -> None:

@@ -19,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         chat,
         config,
         control,
+        copy,
         distill,
         doctor,
         download,
@@ -31,6 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
         job,
         league,
         plan,
+        quickstart,
+        recipes,
         replay,
         report,
         rewards,
@@ -49,8 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     evaluating, serving = (ui, report, replay, history, eval, league), (distill, chat, serve)
     authoring = (config, import_config, algorithms, rewards, episode, env, template)
+    beginning = (quickstart, recipes, copy)
     running = (run, job, control, scale, hosts, chaos, plan)
-    for module in (*running, *evaluating, *serving, *authoring, download, doctor, worker):
+    for module in (*beginning, *running, *evaluating, *serving, *authoring, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

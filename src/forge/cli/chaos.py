@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from forge.chaos.experiment import RunCommand, Trial
     from forge.chaos.script import Fault
     from forge.chaos.verdict import Verdict
+    from forge.recipes import Command
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,11 +26,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run a configuration of reinforcement learning twice, undisturbed and with faults from a seeded "
         "script, and compare: groups lost or trained twice, torn reads, leaked processes, memory and files, equal "
         "weights, and goodput. The exit code is 1 if a guarantee was broken.",
-        epilog="example: forge chaos apps/grpo/tiny.yaml --seed 1 --rate 4 --faults kill,stop",
+        epilog="example: forge chaos grpo/tiny --seed 1 --rate 4 --faults kill,stop",
     )
     parser.__class__ = AnyOrderParser  # overrides may stand between options
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="a YAML file")
-    parser.add_argument("--program", metavar="FILE", type=Path, help="the Python file that runs CONFIG")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a recipe")
+    parser.add_argument(
+        "--program", metavar="FILE", type=Path, help="the Python file that runs CONFIG; default: that of the recipes"
+    )
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs/chaos"), help="folder of both runs")
     parser.add_argument("--script", metavar="FILE", type=Path, help="replay this script instead of making one")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the script (default: 0)")
@@ -54,8 +57,10 @@ def _chaos(arguments: argparse.Namespace) -> int:
     from forge.chaos.experiment import own_disk
     from forge.chaos.script import write_script
     from forge.chaos.verdict import verdict_lines
+    from forge.recipes import make_inputs
 
-    command, faults = _command(arguments), _script(arguments)
+    config, faults = _read_config(arguments), _script(arguments)
+    command = _run_command(config, arguments.program)
     output: Path = arguments.output
     if output.exists() and any(output.iterdir()):
         raise ConfigError(
@@ -65,6 +70,8 @@ def _chaos(arguments: argparse.Namespace) -> int:
             rule="an empty folder, or one that does not exist",
             repair="choose another one, or delete it",
         )
+    if (status := make_inputs(config.settings, command="forge chaos")) != 0:
+        return status
     output.parent.mkdir(parents=True, exist_ok=True)
     script = output.parent / f"{output.name}-script.jsonl"
     write_script(faults, script)
@@ -102,31 +109,32 @@ async def _both(command: RunCommand, faults: Sequence[Fault], arguments: argpars
         limit_s=arguments.limit_s,
         on_event=lambda text: print(f"   {text}", flush=True),
     )
-    return judge(disturbed, undisturbed, is_deterministic=_is_deterministic(arguments))
+    return judge(disturbed, undisturbed, is_deterministic=_is_deterministic(command))
 
 
-def _is_deterministic(arguments: argparse.Namespace) -> bool:
+def _is_deterministic(command: RunCommand) -> bool:
     """Return whether a resumed run must end with the same weights: synchronous ones on a CPU do."""
     from forge.config import GRPOConfig, load
 
-    config = load(GRPOConfig, files=[arguments.config], overrides=arguments.overrides)
+    config = load(GRPOConfig, files=command.configs, overrides=command.overrides)
     return config.rollout.staleness == 0 and not Path("/dev/nvidia0").exists()
 
 
-def _command(arguments: argparse.Namespace) -> RunCommand:
-    from forge.chaos.experiment import RunCommand
-    from forge.config.command_line import detect_kind, program_of
+def _read_config(arguments: argparse.Namespace) -> Command:
+    from forge.config.command_line import detect_kind
+    from forge.recipes import read_command
 
-    config: Path = arguments.config
-    if not config.is_file():
+    command = read_command([arguments.config], arguments.overrides)
+    (config,) = command.files
+    if not Path(config).is_file():
         raise ConfigError(
             "there is no such configuration file",
             path="CONFIG",
-            value=str(config),
-            rule="a YAML file that exists",
+            value=config,
+            rule="a YAML file that exists, or a recipe",
             repair="check the path; it is relative to the working directory",
         )
-    kind = detect_kind([str(config)], arguments.overrides).kind
+    kind = detect_kind(command.files, command.words).kind
     if kind != "grpo":
         raise ConfigError(
             "faults are injected into runs of reinforcement learning only",
@@ -135,7 +143,14 @@ def _command(arguments: argparse.Namespace) -> RunCommand:
             rule="a configuration of grpo",
             repair="name another file",
         )
-    program: Path = arguments.program or Path(program_of(kind))
+    return command
+
+
+def _run_command(command: Command, program: Path | None) -> RunCommand:
+    from forge.chaos.experiment import RunCommand
+    from forge.recipes import programs
+
+    program = program or programs()["grpo"]
     if not program.is_file():
         raise ConfigError(
             "there is no such program",
@@ -144,7 +159,7 @@ def _command(arguments: argparse.Namespace) -> RunCommand:
             rule="a Python file that runs CONFIG",
             repair="name it with --program, as the SCRIPT of forge run",
         )
-    return RunCommand(program, [str(config)], arguments.overrides)
+    return RunCommand(program, command.files, command.words)
 
 
 def _script(arguments: argparse.Namespace) -> list[Fault]:

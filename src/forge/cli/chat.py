@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
 from forge.errors import ConfigError
+from forge.recipes import find_config
 
 if TYPE_CHECKING:
     from forge.config import PolicyConfig
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """The model's folder, files, overrides and the engine."""
     parser.__class__ = AnyOrderParser  # add_parser() makes its own class; overrides may stand between options
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=find_config,
+        action="append",
+        default=[],
+        help="a YAML file or a recipe; later ones win",
+    )
     parser.add_argument("--engine", metavar="ENGINE", help="native (the default), vllm, or module:attribute")
     parser.add_argument(
         "words", metavar="MODEL_DIR|OVERRIDE", nargs="*", help="the model's folder, and a.b=c or ~a.b for any other key"

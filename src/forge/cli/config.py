@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.cli.dry_run import Chosen
     from forge.config import ForgeConfig, Loaded
+    from forge.recipes import Command
 
-_WORDS_HELP = "YAML files, and overrides such as run.seed=7 or ~launcher.hosts; overrides win, then later files"
+_WORDS_HELP = (
+    "YAML files or recipes, and overrides such as run.seed=7 or ~launcher.hosts; overrides win, then later files"
+)
 
 
 class AnyOrderParser(argparse.ArgumentParser):
@@ -64,13 +66,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _check(arguments: argparse.Namespace) -> int:
     from forge.cli.dry_run import check
     from forge.errors import ConfigError
+    from forge.recipes.stand_ins import stand_ins
 
     try:
-        chosen, files, overrides = _read(arguments)
+        chosen, command = _read(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    return check(chosen, files, overrides)
+    with stand_ins(command.settings) as found:
+        return check(chosen, command.files, [*command.words, *found.overrides], found=found)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -106,24 +110,24 @@ def _load(arguments: argparse.Namespace) -> Loaded[ForgeConfig] | None:
 
     chosen: Chosen | None = None
     try:
-        chosen, files, overrides = _read(arguments)
-        return load_with_origins(chosen.schema, files=files, overrides=overrides)
+        chosen, command = _read(arguments)
+        return load_with_origins(chosen.schema, files=command.files, overrides=command.words)
     except ConfigError as error:
         print(error if chosen is None else f"{error}\n(The schema is {chosen}.)", file=sys.stderr)
         return None
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Chosen, list[str], list[str]]:
-    """The schema, the files and the overrides that the command line names."""
+def _read(arguments: argparse.Namespace) -> tuple[Chosen, Command]:
+    """The schema, and the files and the overrides that the command line names."""
     from forge.cli.dry_run import Chosen, choose_schema
     from forge.config import add_module_folders, split_words
+    from forge.recipes import read_command
 
-    words, overrides = split_words(arguments.words)
-    files = [os.path.expanduser(file) for file in words]
-    add_module_folders(files)
+    command = read_command(*split_words(arguments.words))
+    add_module_folders(command.files)
     if arguments.schema is None:
-        return choose_schema(files, overrides), files, overrides
-    return Chosen(_find_schema(arguments.schema), "named by --schema"), files, overrides
+        return choose_schema(command.files, command.words), command
+    return Chosen(_find_schema(arguments.schema), "named by --schema"), command
 
 
 def _find_schema(name: str) -> type[ForgeConfig]:

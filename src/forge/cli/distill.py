@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -22,13 +21,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "distill",
         help="store a teacher's top-k logprobs for the data of a run",
         description="Ask a teacher for its likeliest tokens at every token of the data that counts in the loss, and "
-        "store their logprobs. A run with the same configuration (apps/distill/main.py) then learns from them without "
+        "store their logprobs. A run with the same configuration (forge run distill) then learns from them without "
         "the teacher. A command that was stopped continues, and data that was added is added to the store.",
-        epilog="example: forge distill apps/distill/tiny_offline.yaml teacher.path=models/teacher",
+        epilog="example: forge distill distill/tiny_offline teacher.path=models/teacher",
     )
     parser.__class__ = AnyOrderParser  # overrides may stand between options
     parser.add_argument(
-        "words", metavar="CONFIG|OVERRIDE", nargs="+", help="YAML files, and a.b=c or ~a.b for any key; overrides win"
+        "words",
+        metavar="CONFIG|OVERRIDE",
+        nargs="+",
+        help="YAML files or recipes, and a.b=c or ~a.b for any key; overrides win",
     )
     parser.set_defaults(handler=_distill)
 
@@ -39,11 +41,13 @@ def _distill(arguments: argparse.Namespace) -> int:
     from forge.config import DistillConfig, add_module_folders, load, split_words
     from forge.loops.stored_teacher import store_folder
     from forge.loops.storing import store_logprobs
+    from forge.recipes import make_inputs, read_command
 
-    files, overrides = split_words(arguments.words)
-    files = [os.path.expanduser(file) for file in files]
-    add_module_folders(files)
-    config = load(DistillConfig, files=files, overrides=overrides)
+    command = read_command(*split_words(arguments.words))
+    if (status := make_inputs(command.settings, command="forge distill")) != 0:
+        return status
+    add_module_folders(command.files)
+    config = load(DistillConfig, files=command.files, overrides=command.words)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     reported = time.monotonic()
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge import _amx
+from forge.cli.config import AnyOrderParser
+from forge.cli.doctor_check import Check, make_check
 
 if TYPE_CHECKING:
     from forge.kernels.row_check import Case
@@ -72,6 +74,8 @@ def describe_amx(verdict: _amx.Verdict, environ: Mapping[str, str]) -> Finding:
 
 
 _GIB = 1024**3
+_WIDEST = 30
+"""Of names in the column of checks; a longer one takes what it needs."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,18 +83,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check the installation and the machine",
-        description="Print versions and resources, start a process and a service, and say PASS or FAIL for each check. "
-        "The exit code is 1 if anything failed.",
+        description="Print versions and resources, start a process and a service, and say PASS or FAIL for each check; "
+        "with --config, also for everything that this configuration needs. The exit code is 1 if anything failed.",
+        epilog="example: forge doctor --config grpo/qwen3_1_7b model.path=models/qwen3-1.7b",
     )
+    parser.__class__ = AnyOrderParser  # overrides may stand between options
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a YAML file or a recipe whose needs are checked as well; later ones win",
+    )
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="changes to the configuration")
+    parser.add_argument("--no-start", action="store_true", help="start no process and no service")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.set_defaults(handler=_diagnose)
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
+    from forge.cli.doctor_config import opened_config
     from forge.runtime.machine import describe, required_versions
 
-    facts = describe()
-    checks = [*_static_checks(facts, required_versions()), *_live_checks()]
+    with opened_config(arguments.config, arguments.overrides) as asked:
+        facts = describe()
+        checks = _static_checks(facts, required_versions())
+        if not arguments.no_start:
+            checks += _live_checks()
+        if asked is not None:
+            checks += asked.checks(facts)
     failed = [check for check in checks if check["status"] == "FAIL"]
     if arguments.json:
         print(json.dumps({**facts, "checks": checks, "ok": not failed}, indent=2))
@@ -99,19 +120,14 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _check(name: str, ok: bool, detail: str, *, repair: str = "", needed: bool = True) -> dict[str, str]:
-    status = "PASS" if ok else ("FAIL" if needed else "WARN")
-    return {"name": name, "status": status, "detail": detail, "repair": "" if ok else repair}
-
-
-def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str, str]]:
+def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[Check]:
     checks = [
-        _check(
+        make_check(
             "python", sys.version_info >= (3, 11), facts["versions"]["python"], repair="install Python 3.11 or newer"
         )
     ]
     checks.append(
-        _check(
+        make_check(
             "torchforge",
             facts["versions"]["torchforge"] is not None,
             facts["versions"]["torchforge"] or "not installed, run from its source",
@@ -121,19 +137,21 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     for name, pin in pins.items():
         found = facts["versions"].get(name)
         fits = found is not None and found.split("+")[0] == pin
-        checks.append(_check(name, fits, f"{found} (needs {pin})", repair=f"pip install {name}=={pin}"))
+        checks.append(make_check(name, fits, f"{found} (needs {pin})", repair=f"pip install {name}=={pin}"))
     shared = facts["memory"]["shared_free"]
     limit = facts["open_files_limit"]
     checks += [
-        _check("pidfd", facts["pidfd"], "process deaths are detected at once", repair="Linux 5.3 or newer is needed"),
-        _check(
+        make_check(
+            "pidfd", facts["pidfd"], "process deaths are detected at once", repair="Linux 5.3 or newer is needed"
+        ),
+        make_check(
             "shared memory",
             shared >= _GIB,
             f"{shared / _GIB:.1f} GiB free in /dev/shm",
             needed=False,
             repair="enlarge it: mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g",
         ),
-        _check(
+        make_check(
             "open files",
             limit >= 1024,
             f"at most {limit}",
@@ -145,7 +163,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     graphics = facts["gpus"]
     if graphics["present"]:
         checks.append(
-            _check(
+            make_check(
                 "gpu",
                 bool(graphics["torch_can_use"]),
                 f"{graphics['present']} present, torch CUDA {graphics['torch_cuda']}",
@@ -155,14 +173,14 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     return checks
 
 
-def _copy_kernel() -> dict[str, str]:
+def _copy_kernel() -> Check:
     try:
         from forge.store.kernel import why_not
 
         reason = why_not()
     except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
         reason = f"{type(error).__name__}: {error}"
-    return _check(
+    return make_check(
         "copy kernel",
         reason is None,
         "compiled: weights move at the speed of memory" if reason is None else reason.split("\n")[0],
@@ -171,25 +189,25 @@ def _copy_kernel() -> dict[str, str]:
     )
 
 
-def _cpu() -> list[dict[str, str]]:
+def _cpu() -> list[Check]:
     try:
         rows = check_rows()
     except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
         rows = Finding(False, f"{type(error).__name__}: {error}", "see the message")
     found = {"row products": rows, "amx": describe_amx(_amx.verdict(), os.environ)}
-    return [_check(name, each.ok, each.detail, repair=each.repair, needed=False) for name, each in found.items()]
+    return [make_check(name, each.ok, each.detail, repair=each.repair, needed=False) for name, each in found.items()]
 
 
-def _sandbox() -> dict[str, str]:
+def _sandbox() -> Check:
     try:
         from forge.runtime.sandbox import survey
 
         findings = survey()
     except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
-        return _check("sandbox", False, f"{type(error).__name__}: {error}", needed=False, repair="see the message")
+        return make_check("sandbox", False, f"{type(error).__name__}: {error}", needed=False, repair="see the message")
     boundaries = [finding for finding in findings if finding.works and finding.isolation != "process"]
     reasons = "; ".join(f"{finding.isolation}: {finding.detail}" for finding in findings if not finding.works)
-    return _check(
+    return make_check(
         "sandbox",
         bool(boundaries),
         ", ".join(f"{finding.isolation} ({finding.detail})" for finding in boundaries) or reasons.replace("\n", " "),
@@ -198,7 +216,7 @@ def _sandbox() -> dict[str, str]:
     )
 
 
-def _live_checks() -> list[dict[str, str]]:
+def _live_checks() -> list[Check]:
     import asyncio
     from importlib import import_module
 
@@ -214,13 +232,13 @@ def _live_checks() -> list[dict[str, str]]:
             selftest: Any = import_module(module)
             detail = asyncio.run(asyncio.wait_for(getattr(selftest, probe)(), 120))
         except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
-            checks.append(_check(name, False, f"{type(error).__name__}: {error}", repair="see the message"))
+            checks.append(make_check(name, False, f"{type(error).__name__}: {error}", repair="see the message"))
         else:
-            checks.append(_check(name, True, detail))
+            checks.append(make_check(name, True, detail))
     return checks
 
 
-def _print(facts: dict[str, Any], checks: list[dict[str, str]]) -> None:
+def _print(facts: dict[str, Any], checks: list[Check]) -> None:
     memory, graphics = facts["memory"], facts["gpus"]
     print("Components")
     for name, version in facts["versions"].items():
@@ -235,7 +253,8 @@ def _print(facts: dict[str, Any], checks: list[dict[str, str]]) -> None:
     print(f"  {'torch cuda':<16} {graphics['torch_cuda'] or '-'}")
     print(f"  {'rdma':<16} {', '.join(facts['rdma']) or 'none'}")
     print("Checks")
+    width = max(16, *(len(check["name"]) for check in checks if len(check["name"]) <= _WIDEST))
     for check in checks:
-        print(f"  {check['status']}  {check['name']:<16} {check['detail']}")
+        print(f"  {check['status']}  {check['name']:<{width}} {check['detail']}")
         if check["repair"]:
-            print(f"        {'':<16} repair: {check['repair']}")
+            print(f"        {'':<{width}} repair: {check['repair']}")

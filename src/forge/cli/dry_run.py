@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.errors import ConfigError
+from forge.recipes.stand_ins import StandIns, stand_ins
 
 if TYPE_CHECKING:
     from forge.config import ForgeConfig, Problem
@@ -37,8 +38,13 @@ class Chosen:
         return f"{name if module == _MODULE else f'{module}:{name}'} ({self.why})"
 
 
-def dry_run_script(script: Path, arguments: Sequence[str], *, num_ranks: int | None) -> int:
-    """Say what `forge run SCRIPT …` would do, or everything that keeps it from starting. Return the exit code."""
+def dry_run_script(
+    script: Path, arguments: Sequence[str], *, num_ranks: int | None, settings: Mapping[str, Any] | None = None
+) -> int:
+    """Print what `forge run SCRIPT …` would do, or everything that keeps it from starting. Return the exit code.
+
+    `settings` are those of a recipe: what it needs and is not there yet is represented by stand-ins.
+    """
     from forge.config import add_module_folders
     from forge.config.command_line import read_arguments
 
@@ -47,19 +53,28 @@ def dry_run_script(script: Path, arguments: Sequence[str], *, num_ranks: int | N
     add_module_folders(files)
     schema = schema_of_script(script)
     chosen = choose_schema(files, overrides) if schema is None else Chosen(schema, f"named in {script}")
-    return check(chosen, files, overrides, num_ranks=num_ranks)
+    with stand_ins(settings) as found:
+        return check(chosen, files, [*overrides, *found.overrides], num_ranks=num_ranks, found=found)
 
 
-def check(chosen: Chosen, files: Sequence[str], overrides: Sequence[str], *, num_ranks: int | None = None) -> int:
+def check(
+    chosen: Chosen,
+    files: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    num_ranks: int | None = None,
+    found: StandIns | None = None,
+) -> int:
     """Check a configuration against its schema and as a run, and print the result. Return the exit code."""
     from forge.config import load
     from forge.config.command_line import other_program
 
+    found = found or StandIns()
     try:
         config = load(chosen.schema, files=files, overrides=overrides)
     except ConfigError as error:
         lines = [str(error), other_program(chosen.schema, files, overrides), f"(The schema is {chosen}.)"]
-        print("\n".join(filter(None, lines)), file=sys.stderr)
+        print(found.named("\n".join(filter(None, lines))), file=sys.stderr)
         return 2
     if not _is_run(config):
         print(f"The keys are valid. Schema: {chosen}.")
@@ -68,11 +83,12 @@ def check(chosen: Chosen, files: Sequence[str], overrides: Sequence[str], *, num
         return 0
     from forge.loops.dry_run import dry_run
 
-    found = dry_run(config, num_ranks=num_ranks)
-    if found.problems:
-        print(_refused(chosen, found.problems), file=sys.stderr)
+    result = dry_run(config, num_ranks=num_ranks)
+    if result.problems:
+        print(found.named(_refused(chosen, result.problems)), file=sys.stderr)
         return 2
-    print(_accepted(chosen, found), end="")
+    first = [("before", step.command) for step in found.steps]
+    print(found.named(_accepted(chosen, result, first)), end="")
     return 0
 
 
@@ -149,8 +165,8 @@ def _refused(chosen: Chosen, problems: Sequence[Problem]) -> str:
     return "\n".join([*lines, f"(The schema is {chosen}.)"])
 
 
-def _accepted(chosen: Chosen, found: DryRun) -> str:
-    facts = [("schema", str(chosen)), *found.facts, *(("warning", text) for text in found.warnings)]
+def _accepted(chosen: Chosen, found: DryRun, first: Sequence[tuple[str, str]]) -> str:
+    facts = [("schema", str(chosen)), *first, *found.facts, *(("warning", text) for text in found.warnings)]
     width = max(len(label) for label, _ in facts)
     lines = ["The configuration is valid, and the run would start:"]
     lines += [f"  {label:<{width}}  {text}" for label, text in facts]

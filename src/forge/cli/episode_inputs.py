@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ConfigError, DataError
+from forge.recipes import find_config
 
 if TYPE_CHECKING:
     from forge.config import GRPOConfig
@@ -45,7 +46,12 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         help="the episode's program (default: episode.kind of --config), its arguments, and a.b=c for any other key",
     )
     parser.add_argument(
-        "--config", metavar="FILE", action="append", default=[], help="a GRPO run's YAML; later ones win"
+        "--config",
+        metavar="FILE",
+        type=find_config,
+        action="append",
+        default=[],
+        help="a GRPO run's YAML, or a recipe; later ones win",
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.cli.config import AnyOrderParser
 from forge.errors import ConfigError
+from forge.recipes import find_config
 
 if TYPE_CHECKING:
     from forge.config import EvalConfig
@@ -71,7 +72,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "words", metavar="NAME=VALUE|OVERRIDE", nargs="*", help="arguments of the program, and a.b=c for any other key"
     )
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=find_config,
+        action="append",
+        default=[],
+        help="a YAML file or a recipe; later ones win",
+    )
     target = parser.add_argument_group("what is evaluated")
     target.add_argument(
         "--model", metavar="NAME", help="the model's folder, or the preset tiny; with --endpoint, its name there"

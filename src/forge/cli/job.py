@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "slurm",
         help="a script for sbatch",
         description="Print a script for sbatch. What it asks for is in the section launcher.slurm.",
-        epilog="example: forge job slurm apps/grpo/main.py --config qwen3.yaml > job.sh && sbatch job.sh",
+        epilog="example: forge job slurm grpo --config qwen3.yaml > job.sh && sbatch job.sh",
     )
     slurm.add_argument(
         "--max-requeues", metavar="N", type=int, default=100, help="how often the job queues itself again (100)"
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "kubernetes",
         help="a manifest for kubectl",
         description="Print a Job for kubectl. Image, namespace and GPUs are in the section launcher.kubernetes.",
-        epilog="example: forge job kubernetes --claim runs main.py --config qwen3.yaml | kubectl apply -f -",
+        epilog="example: forge job kubernetes --claim runs grpo --config qwen3.yaml | kubectl apply -f -",
     )
     kubernetes.add_argument(
         "--claim", metavar="NAME", required=True, help="persistent volume claim for the run's folder"
@@ -79,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         each.add_argument(
             "--grace", metavar="S", type=int, default=120, help="seconds between SIGTERM and SIGKILL (120)"
         )
-        each.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
+        each.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, or a recipe")
         each.add_argument(
             "rest", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="--config FILE and overrides, for SCRIPT"
         )
@@ -150,31 +150,14 @@ def _check_count(flag: str, value: int, *, least: int) -> None:
 
 def _launcher(arguments: argparse.Namespace) -> LauncherConfig:
     """Return the section `launcher` of a program's configuration, whatever else its schema has."""
-    from forge.cli.run import split_configs
+    from forge.cli.run import read_program, split_configs
     from forge.config import ForgeConfig, load
     from forge.config.layers import split_words
     from forge.config.loading import merge_layers
 
-    if not arguments.script.is_file():
-        raise ConfigError(
-            "there is no such script",
-            path="SCRIPT",
-            value=str(arguments.script),
-            rule="a Python file that exists",
-            repair="check the path; it is relative to the working directory",
-        )
-    files, words = split_configs([], list(arguments.rest))
-    overrides = split_words([word for word in words if not word.startswith("-")])[1]
-    for file in files:
-        if not Path(file).is_file():
-            raise ConfigError(
-                "there is no such configuration file",
-                path="--config",
-                value=file,
-                rule="a YAML file that exists",
-                repair="check the path; it is relative to the working directory",
-            )
-    merged = merge_layers(ForgeConfig, files=files, overrides=overrides)
+    command = read_program(arguments.script, *split_configs([], list(arguments.rest))).command
+    overrides = split_words([word for word in command.words if not word.startswith("-")])[1]
+    merged = merge_layers(ForgeConfig, files=command.files, overrides=overrides)
     return load(ForgeConfig, defaults={"launcher": merged.get("launcher") or {}}).launcher
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
@@ -25,11 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Work out how much memory each GPU and the host will need: weights, gradients, optimizer states, "
         "activations, published weights, the cache for keys and values. Nothing is started, and no GPU is needed. A "
         "run that does not fit ends with exit code 2 and with changes that do, to be pasted behind the command.",
-        epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpu-memory 48GB --gpus 1 training.max_seq_len=4096",
+        epilog="example: forge plan grpo/qwen3_1_7b --gpu-memory 48GB --gpus 1 training.max_seq_len=4096",
     )
     parser.__class__ = AnyOrderParser  # overrides may stand between options
     parser.add_argument(
-        "words", metavar="CONFIG|OVERRIDE", nargs="+", help="YAML files, and a.b=c or ~a.b for any key; overrides win"
+        "words",
+        metavar="CONFIG|OVERRIDE",
+        nargs="+",
+        help="YAML files or recipes, and a.b=c or ~a.b for any key; overrides win",
     )
     parser.add_argument(
         "--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GB; default: that of this machine's"
@@ -43,11 +46,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from forge.config import split_words
+    from forge.recipes import read_command
+    from forge.recipes.stand_ins import stand_ins
+
+    command = read_command(*split_words(arguments.words))
+    with stand_ins(command.settings) as found:
+        return _plan_config(_load(command.files, [*command.words, *found.overrides], kind=arguments.kind), arguments)
+
+
+def _plan_config(config: ForgeConfig, arguments: argparse.Namespace) -> int:
     from forge.memory import as_json, as_table, find_limits, plan_memory, propose, resolve_run
     from forge.memory.card import host_memory
     from forge.memory.checking import refusal
 
-    config = _load(arguments)
     card, is_own = _card(arguments)
     run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
@@ -99,11 +111,8 @@ def _which_gpu() -> ConfigError:
     )
 
 
-def _load(arguments: argparse.Namespace) -> ForgeConfig:
-    from forge.config import load, split_words
+def _load(files: Sequence[str], overrides: Sequence[str], *, kind: str | None) -> ForgeConfig:
+    from forge.config import load
     from forge.config.command_line import SCHEMAS, detect_kind
 
-    files, overrides = split_words(arguments.words)
-    files = [os.path.expanduser(file) for file in files]
-    kind = arguments.kind or detect_kind(files, overrides).kind
-    return load(SCHEMAS[kind], files=files, overrides=overrides)
+    return load(SCHEMAS[kind or detect_kind(files, overrides).kind], files=files, overrides=overrides)

@@ -9,10 +9,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
+from forge.errors import INPUT_ERRORS, ConfigError, ForgeError, did_you_mean
+from forge.recipes import Command, find_program, find_recipe, make_inputs, read_command, recipes
 
 if TYPE_CHECKING:
     from forge.cli.supervise import Limits
@@ -25,11 +27,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run a program with a configuration",
-        description="Run SCRIPT with --config and the overrides as its arguments. One controller process drives "
-        "everything; with --nproc_per_node N the script itself is started N times, as torchrun does, for programs "
-        "that are written so.",
+        description="Run SCRIPT with --config and the overrides as its arguments, or a recipe by its name. One "
+        "controller process drives everything; with --nproc_per_node N the script itself is started N times, as "
+        "torchrun does, for programs that are written so.",
         epilog="example: forge run train.py --config train.yaml run.seed=7; "
-        "to resume it: forge run train.py --config train.yaml --resume",
+        "to resume it: forge run train.py --config train.yaml --resume; a recipe: forge run grpo/tiny; your "
+        "configuration with the program of the recipes: forge run grpo --config train.yaml",
     )
     parser.add_argument("--nproc_per_node", "--nproc-per-node", metavar="N", type=int, help="start N ranks of SCRIPT")
     parser.add_argument(
@@ -44,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_supervision(parser)
     _add_ui(parser)
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, or a recipe: see `forge recipes`")
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
     )
@@ -102,31 +105,10 @@ def _add_ui(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from forge.config.command_line import add_module_folders
 
-    script: Path = arguments.script
-    if not script.is_file():
-        inside = script / "main.py"
-        raise ConfigError(
-            "this is a folder" if script.is_dir() else "there is no such script",
-            path="SCRIPT",
-            value=str(script),
-            rule="a Python file that exists",
-            repair=f"name a file in it, such as {inside}"
-            if inside.is_file()
-            else "check the path; it is relative to the working directory",
-        )
-    configs, words = split_configs(list(arguments.config), _take_own_flags(arguments))
-    _check_script(script, [*configs, *words])
-    for config in configs:
-        if not Path(config).is_file():
-            raise ConfigError(
-                "there is no such configuration file",
-                path="--config",
-                value=config,
-                rule="a YAML file that exists",
-                repair="check the path; it is relative to the working directory",
-            )
+    program = read_program(arguments.script, *split_configs(list(arguments.config), _take_own_flags(arguments)))
+    script, configs = program.script, list(program.command.files)
+    words = [*program.command.words, *(["--resume"] if arguments.resume else [])]
     passed = [part for config in configs for part in ("--config", config)] + words
-    passed += ["--resume"] if arguments.resume else []
     num_ranks = arguments.nproc_per_node
     if num_ranks is not None and num_ranks < 1:
         raise ConfigError(
@@ -139,22 +121,76 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run or _DRY_RUN in words:
         from forge.cli.dry_run import dry_run_script
 
-        return dry_run_script(script, [word for word in passed if word != _DRY_RUN], num_ranks=num_ranks)
+        settings = program.command.settings
+        return dry_run_script(
+            script, [word for word in passed if word != _DRY_RUN], num_ranks=num_ranks, settings=settings
+        )
     limits = _limits(arguments)
+    if (status := make_inputs(program.command.settings, command="forge run")) != 0:
+        return status
     if arguments.ui or arguments.keep_ui:
         from forge.cli.run_ui import start_ui
 
-        start_ui(configs, passed[2 * len(configs) :], keeps=arguments.keep_ui)
+        start_ui(configs, words, keeps=arguments.keep_ui)
     if limits is not None:
         from forge.cli.supervise import supervise
 
         ranks = [] if num_ranks is None else ["--nproc_per_node", str(num_ranks)]
         command = [sys.executable, "-m", "forge.cli", "run", *ranks, str(script), *passed]
-        return supervise(command, files=configs, words=passed[2 * len(configs) :], limits=limits)
+        return supervise(command, files=configs, words=words, limits=limits)
     if num_ranks is not None:
         return _as_ranks(script, passed, num_ranks)
     add_module_folders(configs)
-    return _in_this_process(script, passed)
+    return run_here(script, passed)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A script, and what it is run with."""
+
+    script: Path
+    command: Command
+
+
+def read_program(script: Path, configs: list[str], words: list[str]) -> Program:
+    """Return what a script, or the name of a recipe or of its program, stands for. Raises what cannot be run."""
+    name = str(script)
+    recipe, found = find_recipe(name), find_program(name)
+    if recipe is not None:
+        script, configs = recipe.program, [name, *configs]
+    elif found is not None:
+        script = found
+    elif not script.is_file():
+        raise _no_script(script)
+    else:
+        _check_script(script, [*configs, *words])
+    command = read_command(configs, words)
+    for config in command.files:
+        if not Path(config).is_file():
+            raise ConfigError(
+                "there is no such configuration file",
+                path="--config",
+                value=config,
+                rule="a YAML file that exists, or a recipe",
+                repair="check the path; it is relative to the working directory",
+            )
+    return Program(script, command)
+
+
+def _no_script(script: Path) -> ConfigError:
+    inside = script / "main.py"
+    if inside.is_file():
+        repair = f"name a file in it, such as {inside}"
+    else:
+        near = did_you_mean(str(script), recipes()) if script.suffix not in (".py", ".yaml", ".yml") else None
+        repair = near or "check the path, which is relative to the working directory; `forge recipes` lists the recipes"
+    return ConfigError(
+        "this is a folder" if script.is_dir() else "there is no such script",
+        path="SCRIPT",
+        value=str(script),
+        rule="a Python file that exists, or the name of a recipe",
+        repair=repair,
+    )
 
 
 def _limits(arguments: argparse.Namespace) -> Limits | None:
@@ -192,8 +228,8 @@ def _check_script(script: Path, words: Sequence[str]) -> None:
     if script.suffix in (".yaml", ".yml"):
         from forge.config.command_line import detect_kind, program_of
 
-        app = program_of(detect_kind([str(script)], []).kind)
-        command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]
+        program = program_of(detect_kind([str(script)], []).kind)
+        command = ["forge", "run", program, "--config", str(script), *words]
         raise ConfigError(
             "a configuration was given in place of the script",
             path="SCRIPT",
@@ -237,7 +273,8 @@ def split_configs(configs: list[str], words: list[str]) -> tuple[list[str], list
     return configs, left
 
 
-def _in_this_process(script: Path, arguments: list[str]) -> int:
+def run_here(script: Path, arguments: list[str]) -> int:
+    """Run a program in this process, and return its exit code."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:

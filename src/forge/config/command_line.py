@@ -90,8 +90,8 @@ def _known(schema: type[ForgeConfig]) -> set[str]:
 
 
 def program_of(kind: str) -> str:
-    """Return the path of the program in `apps/` that runs configurations of this kind."""
-    return f"apps/{'vllm' if kind == 'policy' else kind}/main.py"
+    """Return the name of the program that runs configurations of this kind: its folder in `apps/`."""
+    return "vllm" if kind == "policy" else kind
 
 
 def other_program(schema: type[ForgeConfig], files: Sequence[str], overrides: Sequence[str]) -> str | None:
@@ -104,7 +104,7 @@ def other_program(schema: type[ForgeConfig], files: Sequence[str], overrides: Se
         return None
     sections = ", ".join(sorted(foreign))
     which = f"{found.schema.__name__} has the keys {sections}, {schema.__name__} does not."
-    return f"{which} Is {program_of(found.kind)} the right program?"
+    return f"{which} Is `forge run {program_of(found.kind)}` the right program?"
 
 
 def _sections(files: Sequence[str], overrides: Sequence[str]) -> set[str]:

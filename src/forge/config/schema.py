@@ -321,6 +321,11 @@ class StoreConfig(ConfigModel):
         ge=1,
         description="Versions of the weights to keep memory for, including the one being written.",
     )
+    distribution: Literal["auto", "direct"] = Field(
+        default="auto",
+        description="How weights get to other hosts. `auto`: once to each host, from one to the next. `direct`: to "
+        "each process, from where they were published.",
+    )
 
     @property
     def num_versions(self) -> int:

@@ -116,16 +116,20 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
     return Path(root) / "torchforge"
 
 
-def _find_compiler(kernel: Kernel, environ: Mapping[str, str]) -> str:
+def find_compiler(environ: Mapping[str, str]) -> str | None:
+    """Return the C compiler: `CC`, or the first on PATH; None where there is none."""
     asked = environ.get("CC")
-    for name in (asked,) if asked else COMPILERS:
-        found = shutil.which(name, path=environ.get("PATH"))
-        if found:
-            return found
+    found = (shutil.which(name, path=environ.get("PATH")) for name in ((asked,) if asked else COMPILERS))
+    return next(filter(None, found), None)
+
+
+def _find_compiler(kernel: Kernel, environ: Mapping[str, str]) -> str:
+    if (found := find_compiler(environ)) is not None:
+        return found
     raise NoNativeKernel(
         "there is no C compiler",
         path="CC",
-        value=asked,
+        value=environ.get("CC"),
         rule=f"one of {', '.join(COMPILERS)} on PATH, or CC naming one",
         repair=kernel.repair,
     )

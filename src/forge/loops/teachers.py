@@ -180,8 +180,6 @@ async def start_forward(
     Its logits are rounded as the student's are (`model.head_precision`).
     """
     model = ModelConfig(path=section.path, head_precision=trainer.model.head_precision)
-    alone = DistributedConfig(precision=trainer.distributed.precision, with_gpus=on_gpu)
-    frozen = {"model": model, "adapter": None, "frozen": True, "checkpoint_dir": None, "distributed": alone}
     return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
@@ -189,7 +187,15 @@ async def start_forward(
         routing="least_loaded",
         mesh_name="teacher",
         **options,
-    ).as_service(trainer.model_copy(update=frozen))
+    ).as_service(frozen_config(trainer, model, on_gpu=on_gpu))
+
+
+def frozen_config(trainer: TrainerConfig, model: ModelConfig, *, on_gpu: bool) -> TrainerConfig:
+    """Return what a model that only scores is made from. It computes as the trainer does, in one process of its own
+    however many ranks the trainer has."""
+    alone = DistributedConfig(precision=trainer.distributed.precision, with_gpus=on_gpu)
+    frozen = {"model": model, "adapter": None, "frozen": True, "checkpoint_dir": None, "distributed": alone}
+    return trainer.model_copy(update=frozen)
 
 
 def engine_logprobs(service: Any) -> LogprobsFunction:

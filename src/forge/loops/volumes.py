@@ -39,10 +39,10 @@ class StorageVolume(ForgeActor):
 
 
 async def start_volumes(section: StoreConfig) -> None:
-    """Start the volumes that a configuration asks for, before the first publication. `forge.run` ends them."""
-    if not section.volumes:
+    """Set up the store as a configuration says, before the first publication. `forge.run` ends the volumes."""
+    if not section.volumes and section.distribution == "auto":
         return
-    await store.setup(copies=section.copies)
+    await store.setup(copies=section.copies, distribution=section.distribution)
     for number in range(section.volumes):
         label = f"store-volume-{number}"
         await StorageVolume.options(mesh_name=label).as_service(label)

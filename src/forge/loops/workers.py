@@ -25,7 +25,7 @@ from forge.loops.agents import agent_options, start_agents
 from forge.loops.colocated import SharedPolicy
 from forge.loops.critic import start_critic
 from forge.loops.run_paths import checkpoint_dir, crash_dir
-from forge.loops.teachers import Teacher, start_teacher
+from forge.loops.teachers import Teacher, frozen_config, start_teacher
 from forge.loops.volumes import start_volumes
 from forge.memory import ResolvedRun
 from forge.models.tokenizer import ChatTokenizer
@@ -417,7 +417,6 @@ async def _start_reference(
     model = trainer_config.model
     if section.path is not None:  # another model, whose logits are rounded as the policy's are
         model = ModelConfig(path=section.path, head_precision=model.head_precision)
-    updates: Mapping[str, Any] = {"model": model, "adapter": None, "frozen": True, "checkpoint_dir": None}
     return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
@@ -425,4 +424,4 @@ async def _start_reference(
         routing="least_loaded",
         mesh_name="reference",
         **config.workers.reference.options(),
-    ).as_service(trainer_config.model_copy(update=dict(updates)))
+    ).as_service(frozen_config(trainer_config, model, on_gpu=run.reference_on_gpu))

@@ -7,7 +7,7 @@ instead of derived.
 
 from forge.memory.card import Card, find_card, parse_size
 from forge.memory.checking import check_at_start, check_memory
-from forge.memory.devices import plan_memory
+from forge.memory.devices import checkpoint_bytes, plan_memory
 from forge.memory.fitting import Change, Limits, find_limits, propose
 from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part
 from forge.memory.resolved import ResolvedRun, resolve_run
@@ -26,6 +26,7 @@ __all__ = [
     "as_table",
     "check_at_start",
     "check_memory",
+    "checkpoint_bytes",
     "find_card",
     "find_limits",
     "parse_size",

@@ -304,13 +304,22 @@ def _host(run: ResolvedRun, card: Card | None, host_bytes: int | None) -> Device
     return DevicePlan("host memory" if not run.is_spread else "host memory (of all hosts)", 1, host_bytes, joined)
 
 
+def saved_bytes(job: TrainerJob) -> int:
+    """Return the size of a checkpoint: what is trained and the optimizer's states, of all ranks."""
+    return job.layout.num_ranks * (job.holding.trained * job.master + job.state_bytes)
+
+
+def checkpoint_bytes(run: ResolvedRun) -> int:
+    """Return the size of one checkpoint of a run on disk; 0 for a run that does not train."""
+    return sum(saved_bytes(job) for _, job in trainer_jobs(run)[:1])
+
+
 def _trainer_host(run: ResolvedRun, job: TrainerJob) -> list[Part]:
     num_ranks = job.layout.num_ranks
     each = HOST_GPU_PROCESS if run.trainer_on_gpu else HOST_PROCESS
     parts = [Part("trainer's processes", num_ranks * each, f"{num_ranks} rank(s)", owner="trainer")]
     if run.saves_beside:
-        saved = num_ranks * (job.holding.trained * job.master + job.state_bytes)
-        parts.append(Part("checkpoint", saved, "a copy while it is written", owner="trainer"))
+        parts.append(Part("checkpoint", saved_bytes(job), "a copy while it is written", owner="trainer"))
     if run.num_versions and (run.is_spread or not run.trainer_on_gpu):
         size = run.num_versions * job.published_item * run.published_weights
         parts.append(Part("published weights", size, f"{run.num_versions} versions", owner="store"))

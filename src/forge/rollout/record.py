@@ -219,7 +219,7 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
         "logprobs": _numbers([value for turn in episode.turns for value in turn.logprobs]),
         "trainer_logprobs": _numbers(trainer_logprobs),
         "ref_logprobs": _numbers(episode.ref_logprobs),
-        **_critic_fields(episode),
+        **_token_fields(episode),
         **({} if episode.teacher_logprobs is None else {"teacher_logprobs": _numbers(episode.teacher_logprobs)}),
         "versions": [span for turn, start in _starts(episode) for span in _spans(turn, start)],
         "reward": _number(score.reward),
@@ -232,11 +232,19 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
     }
 
 
-def _critic_fields(episode: Episode) -> dict[str, Any]:
-    """Return what a line has of a critic, token by token: nothing without one."""
-    if episode.values is None:
-        return {}
-    return {"values": _numbers(episode.values), "token_advantages": _numbers(episode.token_advantages)}
+def _token_fields(episode: Episode) -> dict[str, Any]:
+    """Return what a line has of single tokens: a critic's values, and advantages where those of one turn differ."""
+    found = {} if episode.values is None else {"values": _numbers(episode.values)}
+    own = episode.token_advantages
+    if own is None or (
+        not found and all(_are_equal(own[start : start + len(turn)]) for turn, start in _starts(episode))
+    ):
+        return found
+    return {**found, "token_advantages": _numbers(own)}
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    return not values or min(values) == max(values)
 
 
 def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

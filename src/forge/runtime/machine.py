@@ -45,14 +45,27 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+DRIVER_NEEDED = 580
+"""The first series of NVIDIA's driver that runs CUDA 13; `scripts/install.sh` asks for the same."""
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("torchforge") or []
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return []
+
+
+def extra_requirements(extra: str) -> list[str]:
+    """Return what an extra of this library installs, as names with versions."""
+    parts = (requirement.partition(";") for requirement in _requirements())
+    return [text.strip() for text, _, marker in parts if f'extra == "{extra}"' in marker.replace("'", '"')]
+
+
 def required_versions() -> dict[str, str]:
     """Return what this library pins exactly, by component."""
     pins: dict[str, str] = {}
-    try:
-        requirements = metadata.requires("torchforge") or []
-    except metadata.PackageNotFoundError:  # run from its source, not installed
-        return pins
-    for requirement in requirements:
+    for requirement in _requirements():
         name, separator, version = requirement.partition("==")
         if separator and ";" not in requirement:
             pins[name.strip()] = version.strip()
@@ -88,15 +101,20 @@ def gpus() -> dict[str, Any]:
         "visible": list(visible_gpus(os.environ, present)),
         "driver": _nvidia_smi("driver_version"),
         "names": _nvidia_smi("name"),
+        "capabilities": _nvidia_smi("compute_cap"),
     }
-    probe = "import json,torch; print(json.dumps([torch.version.cuda, torch.cuda.is_available()]))"
+    probe = (
+        "import json,torch; from torch.distributed import is_nccl_available as nccl; "
+        "print(json.dumps([torch.version.cuda, torch.cuda.is_available(), nccl()]))"
+    )
     asked = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     if asked.returncode == 0:
         import json
 
-        facts["torch_cuda"], facts["torch_can_use"] = json.loads(asked.stdout.strip().splitlines()[-1])
+        found = json.loads(asked.stdout.strip().splitlines()[-1])
+        facts["torch_cuda"], facts["torch_can_use"], facts["nccl"] = found
     else:
-        facts["torch_cuda"], facts["torch_can_use"] = None, False
+        facts["torch_cuda"], facts["torch_can_use"], facts["nccl"] = None, False, False
         facts["torch_error"] = asked.stderr.strip().splitlines()[-1:] or "torch could not be imported"
     return facts
 
@@ -117,6 +135,12 @@ def rdma_devices() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
+def _limit(which: int) -> int | None:
+    """Return a limit of this process; None for none."""
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def describe() -> dict[str, Any]:
     """Everything above, as plain values."""
     return {
@@ -128,5 +152,6 @@ def describe() -> dict[str, Any]:
         "gpus": gpus(),
         "rdma": rdma_devices(),
         "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_memory_limit": _limit(resource.RLIMIT_MEMLOCK),
         "pidfd": hasattr(os, "pidfd_open"),
     }

@@ -19,7 +19,8 @@ from torch import Tensor
 from forge.errors import StoreError
 from forge.runtime.rendezvous import Connection, ConnectionFailure, connect, host_id, run_id
 from forge.store.data_plane import DataPlane, on_host
-from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
+from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord, labelled_memory, memory_label
+from forge.store.relay_copies import Wanted
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 
@@ -61,6 +62,9 @@ class StoreClient:
         with self._guard:
             self._opened.pop(segment, None)
             self._opened.pop(on_host(segment), None)
+            if labelled_memory(segment) is not None:
+                for name in [name for name in self._opened if name.startswith(f"{segment}/")]:
+                    del self._opened[name]
             device = self.device_segments.pop(segment, None)
         self.opened_device.drop(segment)
         if device is not None:
@@ -183,6 +187,22 @@ class StoreClient:
         if not is_private:
             with self._guard:
                 self._opened[holder.segment] = segment
+        return segment
+
+    def open_relayed(self, wanted: Wanted, size: int, *, is_private: bool = False) -> Segment:
+        """Map what the relay of this host holds of a part. OSError if the relay has ended."""
+        own = self.segments.get(wanted.segment)
+        if own is not None and not is_private:
+            return own
+        label = f"{memory_label(wanted.memory)}/{wanted.rank}"
+        with self._guard:
+            known = self._opened.get(label)
+        if known is not None and known.name == wanted.segment and known.size >= size and not is_private:
+            return known
+        segment = open_segment(wanted.segment, pid=wanted.pid, fd=wanted.fd, size=size, is_private=is_private)
+        if not is_private:
+            with self._guard:
+                self._opened[label] = segment
         return segment
 
 

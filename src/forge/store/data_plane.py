@@ -16,7 +16,9 @@ from forge.errors import StoreError, StoreKeyError
 from forge.runtime.rendezvous import RENDEZVOUS, environment, is_insecure, run_secret
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
-from forge.store.records import Assignment, Holder, SegmentRecord, label_of
+from forge.store.records import Assignment, Holder, SegmentRecord, copied_part, label_of, labelled_memory
+from forge.store.relay_copies import BEGIN_S, RelayCopies
+from forge.store.relay_sources import RELAY_STALL_S
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import Range, rdma
 from forge.store.transports.tcp_client import DataClient
@@ -25,7 +27,7 @@ from forge.store.verification import table_of
 
 if TYPE_CHECKING:
     from forge.store.client import StoreClient
-    from forge.store.execution import Source
+    from forge.store.part_sources import Source
     from forge.store.transports.cuda import DeviceSegment
 
 
@@ -40,10 +42,10 @@ def on_host(segment: str) -> str:
 
 
 class ServedSegments:
-    """The segments that a data server gives out: this process's own, and those that it adopted for others."""
+    """The segments that a data server gives out: its process's own, those that it adopted, and those that it relays."""
 
-    def __init__(self, pool: SegmentPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: SegmentPool, relayed: RelayCopies) -> None:
+        self._pool, self._relayed = pool, relayed
         self._adopted: dict[str, Segment] = {}
         self._pins: dict[str, tuple[int, int, int]] = {}
         self._received: set[str] = set()
@@ -58,7 +60,7 @@ class ServedSegments:
                 fd, size, count = self._pins[name]
                 self._pins[name] = (fd, size, count + 1)
                 return fd, size
-            segment = self._pool.get(name) or self._adopted.get(name)
+            segment = self._find(name)
             if segment is None or segment.fd < 0:
                 raise StoreKeyError(f"process {os.getpid()} no longer holds segment {name!r}", path=name)
             fd = os.dup(segment.fd)
@@ -77,8 +79,20 @@ class ServedSegments:
     def mapped(self, name: str) -> memoryview | None:
         """Return the memory of a segment of this process, or that it adopted."""
         with self._guard:
-            segment = self._pool.get(name) or self._adopted.get(name)
+            segment = self._find(name)
         return None if segment is None else memoryview(segment.map)
+
+    def _find(self, name: str) -> Segment | None:
+        copied = copied_part(name)
+        if copied is not None:
+            return self._relayed.find(copied).segment
+        return self._pool.get(name) or self._adopted.get(name)
+
+    def wait_for(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Wait until ranges of a segment that this process relays are there."""
+        copied = copied_part(name)
+        if copied is not None:
+            self._relayed.find(copied, wait_s=BEGIN_S).wait_for(ranges)
 
     def label(self, name: str, label: str) -> None:
         """Remember for which assignment a segment is held. Raise if that was abandoned meanwhile."""
@@ -94,18 +108,18 @@ class ServedSegments:
             self._abandoned.append(label)
             return [name for name, its in self._labels.items() if its == label]
 
-    def create(self, size: int) -> str:
+    def create(self, size: int) -> Segment:
         """Return a segment for a publisher that pushes: one that is free again, or a new one."""
         with self._guard:
             for name in self._spares:
                 segment = self._pool.get(name)
                 if segment is not None and size <= segment.size <= 2 * size:
                     self._spares.remove(name)
-                    return name
+                    return segment
         segment = self._pool.create("volume", size)
         with self._guard:
             self._received.add(segment.name)
-        return segment.name
+        return segment
 
     def adopt(self, name: str, *, pid: int, fd: int, size: int) -> int:
         """Hold a segment of a process on this host too; return the descriptor under which others can open it here."""
@@ -147,9 +161,11 @@ class DataPlane:
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self.segments = ServedSegments(client.segments)
+        self.relayed = RelayCopies(client.segments, run_secret)
+        self.segments = ServedSegments(client.segments, self.relayed)
         self._server: DataServer | None = None
         self._readers: dict[str, DataClient] = {}
+        self._relays: dict[str, DataClient] = {}
         self._rdma_holder: rdma.RdmaHolder | None = None
         self._rdma_reader: rdma.RdmaReader | None = None
         self._registered: dict[str, bytes] = {}
@@ -167,17 +183,20 @@ class DataPlane:
                     run_secret(),
                     bind=own_address(),
                     segments=self.segments,
-                    on_ask=self._answer,
+                    on_ask=self.answer,
                     insecure=is_insecure(),
                 )
             return self._server
 
-    def _answer(self, name: str, payload: Any) -> Any:
+    def answer(self, name: str, payload: Any) -> Any:
+        """Answer a question of another process, or one of this process about what it relays."""
         answers: dict[str, Callable[..., Any]] = {
             "adopt": self._adopt,
             "receive": self._receive,
             "digests": self._digests,
             "host_copy": self._copy_to_host,
+            "relay": self.relayed.want,
+            "relayed": self.relayed.wait,
         }
         if name not in answers:
             raise StoreError(f"a data server has no answer to {name!r}", value=name, rule=f"one of {sorted(answers)}")
@@ -188,11 +207,11 @@ class DataPlane:
         self._label(segment, label)
         return held
 
-    def _receive(self, size: int, label: str) -> str:
-        """Return a segment that a remote writer fills."""
-        name = self.segments.create(size)
-        self._label(name, label)
-        return name
+    def _receive(self, size: int, label: str) -> tuple[str, int]:
+        """Return a segment that a remote writer fills, and its descriptor."""
+        made = self.segments.create(size)
+        self._label(made.name, label)
+        return made.name, made.fd
 
     def _label(self, segment: str, label: str) -> None:
         try:
@@ -276,13 +295,14 @@ class DataPlane:
 
     def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder, label: str) -> list[Holder]:
         reader = self._reader(volume.address)
+        name, fd = segment.name, -1
         if volume.host == self._client.host:
-            fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))
-            held = replace(volume, segment=segment.name)
-            return [replace(held, transport="shm", fd=fd, address=""), held]
-        name: str = reader.ask("receive", (segment.size, label))
-        reader.write(name, [(0, memoryview(segment.map)[: record.size])])
-        return [replace(volume, segment=name)]
+            fd = reader.ask("adopt", (name, self._client.pid, segment.fd, segment.size, label))
+        else:
+            name, fd = reader.ask("receive", (segment.size, label))
+            reader.write(name, [(0, memoryview(segment.map)[: record.size])])
+        held = replace(volume, segment=name)
+        return [replace(held, transport="shm", fd=fd, address=""), held]
 
     # getting
 
@@ -292,6 +312,22 @@ class DataPlane:
             if reader is None:
                 reader = self._readers[address] = DataClient(address, run_secret())
             return reader
+
+    def relay_client(self, address: str) -> DataClient:
+        """Return a connection to a process that must not be waited for long."""
+        with self._guard:
+            client = self._relays.get(address)
+            if client is None:
+                client = DataClient(address, run_secret(), num_streams=4, stall_s=RELAY_STALL_S)
+                self._relays[address] = client
+            return client
+
+    def forget_relay(self, address: str) -> None:
+        """Close the connection to a process that does not answer."""
+        with self._guard:
+            client = self._relays.pop(address, None)
+        if client is not None:
+            client.close()
 
     def host_copy(self, holder: Holder, record: SegmentRecord) -> SegmentRecord:
         """Let the publisher of a part on a GPU copy it to its host's memory, and return where it can be read there."""
@@ -322,6 +358,10 @@ class DataPlane:
             for name in self.segments.abandon(segment):
                 self._client.drop(name)
             return True
+        memory = labelled_memory(segment)
+        if memory is not None:
+            self.relayed.drop(memory)
+            return True
         self.segments.drop(segment)
         with self._guard:
             if self._registered.pop(segment, None) is not None and self._rdma_holder is not None:
@@ -334,10 +374,14 @@ class DataPlane:
     def close(self) -> None:
         with self._guard:
             server, self._server = self._server, None
-            readers: list[DataClient | rdma.RdmaHolder | rdma.RdmaReader] = [*self._readers.values()]
-            self._readers = {}
+            readers: list[DataClient | rdma.RdmaHolder | rdma.RdmaReader] = [
+                *self._readers.values(),
+                *self._relays.values(),
+            ]
+            self._readers, self._relays = {}, {}
             readers += [thing for thing in (self._rdma_holder, self._rdma_reader) if thing is not None]
             self._rdma_holder = self._rdma_reader = None
+        self.relayed.close()
         if server is not None:
             server.close()
         for reader in readers:

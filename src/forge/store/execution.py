@@ -5,26 +5,26 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forge.errors import StoreError, WeightMismatch
+from forge.errors import StoreError
 from forge.store import device_kernel, kernel
 from forge.store.client import StoreClient
 from forge.store.copy_table import SLOT, CopyTable
 from forge.store.digest import digest_tensor
 from forge.store.fetch_plan import Catalog, FetchPlan, Pull, published_digests
+from forge.store.part_sources import Source, holders_in_order
 from forge.store.proof import MODULUS, added
-from forge.store.records import Holder, Part, Version
-from forge.store.segments import Segment
+from forge.store.records import Version
 from forge.store.sharding import Region
 from forge.store.targets import At
 from forge.store.tensors import LocalTensors, part_of, piece_view
 from forge.store.transports import Range
-from forge.store.transports.cuda import pin, read_stamp
+from forge.store.transports.cuda import pin
 from forge.store.verification import (
     Verify,
     check_part,
@@ -34,82 +34,6 @@ from forge.store.verification import (
     part_of_slot,
     raise_if_any,
 )
-
-
-@dataclass(eq=False)
-class Source:
-    """One part, opened."""
-
-    part: Part
-    holder: Holder | None
-    segment: Segment | None = None
-    memory: Tensor | None = None
-    """The part's bytes, where they can be read in place."""
-
-    @property
-    def where(self) -> torch.device | None:
-        """The memory in which it can be read in place."""
-        return None if self.memory is None else self.memory.device
-
-    def check_stamp(self, version: Version) -> None:
-        """Raise unless the segment still holds this version: a lease promises it, and this makes sure."""
-        stamp = self.part.segment.stamp
-        if self.segment is not None:
-            stamp = self.segment.stamp
-        elif self.memory is not None and self.memory.is_cuda:
-            stamp = read_stamp(self.memory)
-        if stamp != self.part.segment.stamp:
-            raise WeightMismatch(
-                f"rank {self.part.rank}'s part of version {version.number} of {version.key!r} was overwritten while it "
-                "was being read",
-                path=version.key,
-                value=version.number,
-                rule="a version that is leased stays as it is",
-                repair="fetch again; if it happens again, report a bug",
-            )
-
-
-def open_source(client: StoreClient, version: Version, part: Part, *, is_private: bool = False) -> Source:
-    """Open a part by the best transport. A holder that has gone is passed over for the next."""
-    record = part.segment
-    if record.inline is not None:
-        return Source(part, None, memory=torch.frombuffer(bytearray(record.inline), dtype=torch.uint8))
-    tried: list[str] = []
-    for holder in _in_order(client, record.holders):
-        try:
-            if holder.transport != "ask":
-                return _open(client, part, holder, is_private=is_private)
-            part = replace(part, segment=client.data_plane.host_copy(holder, record))  # from a GPU that is out of reach
-            return open_source(client, version, part, is_private=is_private)
-        except (OSError, StoreError) as error:
-            tried.append(f"{holder.describe()} by {holder.transport}: {error}")
-    raise StoreError(
-        f"rank {part.rank}'s part of version {version.number} of {version.key!r} cannot be reached from here",
-        path=version.key,
-        value=tried or [f"{holder.describe()} by {holder.transport}" for holder in record.holders],
-        rule="a process that holds it answers",
-        repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
-    )
-
-
-def _in_order(client: StoreClient, holders: Sequence[Holder]) -> list[Holder]:
-    """Return the holders that can be reached from here, the best transport first."""
-    order = (*client.transports(), "ask")
-    usable = [
-        holder
-        for holder in holders
-        if holder.transport in order and (holder.transport not in ("shm", "cuda") or holder.host == client.host)
-    ]
-    return sorted(usable, key=lambda holder: order.index(holder.transport))
-
-
-def _open(client: StoreClient, part: Part, holder: Holder, *, is_private: bool) -> Source:
-    if holder.transport == "shm":
-        segment = client.open(holder, part.segment, is_private=is_private)
-        return Source(part, holder, segment, segment.flat())
-    if holder.transport == "cuda":
-        return Source(part, holder, memory=client.open_device(holder, part.segment))
-    return Source(part, holder)
 
 
 class Shadows:
@@ -138,7 +62,7 @@ def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: 
         at = wanted.offset if wanted.target < 0 else wanted.at
         ranges.append((wanted.offset, view[at : at + wanted.num_bytes]))
     failures: list[str] = []
-    for holder in _in_order(client, source.part.segment.holders):
+    for holder in holders_in_order(client, source.part.segment.holders):
         if holder.transport not in ("rdma", "tcp"):
             continue
         try:
@@ -241,7 +165,8 @@ class Execution:
             region = piece_view(self._parts[stored.part], stored.start, stored.region.shape, entry.dtype)
             sources.append(part_of(region, copy.src_at, copy.shape))
             targets.append(part_of(self.targets.tensors[copy.target], copy.dst_at, copy.shape))
-            segment = self.sources[stored.part].segment
+            source = self.sources[stored.part]
+            segment = None if source.is_relayed else source.segment  # pinning would fill what did not come with pages
             if targets[-1].is_cuda and segment is not None and segment.size >= PIN_FROM:
                 pin(segment)
         if targets:
@@ -302,7 +227,7 @@ class Execution:
         differ: set[str] = set()
         for index in {entry.stored.part for entry in self.plan.torch_copies if entry.slot in slots}:
             memory = self._parts[index]
-            if index in self.plan.pulls:
+            if self.sources[index].is_remote:
                 pulled = {slot for slot in slots & set(self.plan.whole) if part_of_slot(self.known, slot) == index}
                 sums = kernel.digest_only(digest_table(self.known, index, pulled), [memory.data_ptr()])
                 differ |= compare_digests(self.known, self.version, sums, dict.fromkeys(pulled, 1))
@@ -333,12 +258,12 @@ class Execution:
             if table is not None and partial - converted:
                 same = self._at_source(index, table)
                 differ |= {self.known.owner[slot] for slot in partial - converted if same[slot] != found[slot]}
-            if index in self.plan.pulls:
+            if self.sources[index].is_remote:
                 differ |= self._pulled_right(index, concerned & converted)
         raise_if_any(self.version, differ, why="what is in the reader's memory has the digest that was published")
 
     def _pulled_right(self, index: int, slots: set[int]) -> set[str]:
-        """Compare what was pulled into the shadow, and then converted, with what its holder has."""
+        """Compare what came from another host, and was then converted, with what its holder has."""
         differ = self._sampled_sources(slots)
         table = self.plan.partial.get(index)
         if table is not None and slots - set(self.plan.whole):
@@ -366,7 +291,7 @@ class Execution:
     def _at_source(self, index: int, table: CopyTable) -> list[int]:
         """Return the digests of a part's rectangles where the part is held; the part is source 0 of the table."""
         source, memory = self.sources[index], self._parts[index]
-        if index in self.plan.pulls:
+        if source.is_remote:
             return self.client.data_plane.digests(source, table)
         if memory.is_cpu:
             return kernel.digest_only(table, [memory.data_ptr()], num_threads=torch.get_num_threads())

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
-from forge.store.copy_table import CopyTable, PieceLocations, Walk, byte_offset, row_major
+from forge.store.copy_table import SRC_BASE, CopyTable, PieceLocations, Walk, byte_offset, row_major
 from forge.store.device_kernel import DeviceTable, are_words
+from forge.store.intervals import GAP, Intervals, runs_of, source_runs, union_of
 from forge.store.proof import unpack_digests
 from forge.store.records import Layout, Lease, Part, itemsize, packing
 from forge.store.sharding import Piece, Region
@@ -134,6 +135,25 @@ class Catalog:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
+    @cached_property
+    def viewable(self) -> dict[str, Entry]:
+        """The tensors that are stored in one piece, and so can be viewed where they lie."""
+        return {
+            name: entry
+            for name, entry in self.entries.items()
+            if len(entry.stored) == 1 and entry.stored[0].region.shape == entry.shape
+        }
+
+    def viewable_slots(self, part: int) -> list[int]:
+        """Return the slots of a part that are whole tensors."""
+        return [entry.slots[0] for entry in self.viewable.values() if entry.stored[0].part == part]
+
+    def viewable_bytes(self, part: int) -> Intervals:
+        """Return where the whole tensors of a part lie in it."""
+        slots = self.viewable_slots(part)
+        starts, sizes = self.locations.starts[slots], self.locations.numels[slots] * self.locations.itemsizes[slots]
+        return Intervals.joined(starts, starts + sizes, gap=GAP)
+
 
 CatalogKey = tuple[tuple[str, tuple[int, ...] | None], ...]
 
@@ -225,6 +245,25 @@ class FetchPlan:
     """Tensors that go to one and the same memory, as tied weights do, and so must have equal values."""
     num_bytes: int = 0
     device_tables: dict[str, DeviceTable] = field(default_factory=dict)
+    _needed: dict[int, Intervals] = field(default_factory=dict)
+
+    @cached_property
+    def num_pulled(self) -> int:
+        """Bytes that are pulled from other hosts."""
+        return sum(pull.num_bytes for pulls in self.pulls.values() for pull in pulls)
+
+    def needed(self, part: int) -> Intervals:
+        """Return which bytes are copied of a part that is read in place."""
+        if part not in self._needed:
+            runs = [source_runs(row) for row in self.rects.each() if row[SRC_BASE] == part]
+            for entry in self.torch_copies:
+                if entry.stored.part == part:
+                    size = itemsize(entry.dtype)
+                    strides = row_major(entry.stored.region.shape, size)
+                    start = entry.stored.start + byte_offset(entry.copy.src_at, strides)
+                    runs.append(runs_of(start, entry.copy.shape, strides, size=size))
+            self._needed[part] = union_of(runs)
+        return self._needed[part]
 
 
 def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence[torch.device | None]) -> FetchPlan:

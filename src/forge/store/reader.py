@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
 from forge.store.client import StoreClient
-from forge.store.execution import Execution, Shadows, Source, open_source, target_tensors
+from forge.store.distribution import OpenedParts, read_version
+from forge.store.execution import Execution, Shadows, target_tensors
 from forge.store.fetch_plan import Catalog, CatalogKey, FetchPlan, catalog_key, make_plan, read_catalog
-from forge.store.records import Lease, Version
+from forge.store.part_sources import open_source
+from forge.store.records import Lease, Relay
 from forge.store.targets import At, Target, allocate, check_at, is_place, resolve, stored_name
 from forge.store.tensors import LocalTensors, part_of, piece_view
 from forge.store.transports.cuda import alias
@@ -27,6 +29,7 @@ from forge.store.verification import (
     Verify,
     check_part,
     check_part_on_device,
+    check_slots,
     check_verify,
     raise_if_any,
 )
@@ -48,6 +51,10 @@ class Fetched:
     seconds: float
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By name, if no memory to fill was given. Where they are views, writing to them changes no other reader's data."""
+    num_received: int = 0
+    """Bytes that came from other hosts because of this fetch. Other readers on this host need not fetch them again."""
+    relay: Relay | None = None
+    """The process of this host through which it was read; None if it was read directly."""
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:
@@ -78,8 +85,9 @@ class Reader:
     """Reads for one key of one process. Plans are kept for as long as versions are laid out alike and the same memory
     is filled."""
 
-    def __init__(self, client: StoreClient) -> None:
-        self.client = client
+    def __init__(self, client: StoreClient, *, is_shared: bool = False) -> None:
+        """Make a reader. With `is_shared`, other readers of this host are likely to want the same."""
+        self.client, self._is_shared = client, is_shared
         self._catalogs: OrderedDict[CatalogKey, Catalog] = OrderedDict()
         self._plans: deque[tuple[tuple[Any, ...], FetchPlan, list[Any]]] = deque(maxlen=_MAX_PLANS)
         self._shadows = Shadows()
@@ -112,48 +120,61 @@ class Reader:
         it was verified before."""
         began = time.perf_counter()
         version = lease.version
+
+        def attempt(parts: OpenedParts) -> Fetched:
+            made = self._plan(parts, known, into, memories, strict=strict, cast=cast)
+            self._execute(parts, known, made, memories, verify=verify)
+            fetched = Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
+            fetched.num_received, fetched.relay = parts.num_received, parts.relay
+            return fetched
+
         try:
             check_into(into)
-            targets = targets or target_tensors(into)
+            memories = targets or target_tensors(into)
             known = self.catalog(lease)
-            sources = [open_source(self.client, version, part) for part in version.parts]
-            made = self._plan(lease, known, into, targets, sources, strict=strict, cast=cast)
-            Execution(self.client, version, known, made, sources, targets).run(self._shadows, verify=verify)
+            return read_version(self.client, lease, attempt, is_shared=self._is_shared)
         finally:
             self.client.release(lease.id)
-        return Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
 
     def fill_targets(self, lease: Lease, known: Catalog, targets: list[Target], *, verify: Verify) -> int:
         """Copy into memory that was allocated for this, and return how many bytes were copied. The lease stays."""
-        sources = [open_source(self.client, lease.version, part) for part in lease.version.parts]
-        made = make_plan(lease.version.key, known, targets, [source.where for source in sources])
+        return self._fill_targets(OpenedParts(self.client, lease), known, targets, verify=verify)
+
+    def _fill_targets(self, parts: OpenedParts, known: Catalog, targets: list[Target], *, verify: Verify) -> int:
+        made = make_plan(parts.version.key, known, targets, [source.where for source in parts.sources])
         memories = LocalTensors([(target.label, target.memory) for target in targets])
-        Execution(self.client, lease.version, known, made, sources, memories).run(self._shadows, verify=verify)
+        self._execute(parts, known, made, memories, verify=verify)
         return made.num_bytes
+
+    def _execute(
+        self, parts: OpenedParts, known: Catalog, made: FetchPlan, targets: LocalTensors, *, verify: Verify
+    ) -> None:
+        parts.bring(made.needed)
+        parts.num_received += made.num_pulled
+        Execution(self.client, parts.version, known, made, parts.sources, targets).run(self._shadows, verify=verify)
 
     def _plan(
         self,
-        lease: Lease,
+        parts: OpenedParts,
         known: Catalog,
         into: Mapping[str, Any],
         targets: LocalTensors,
-        sources: Sequence[Source],
         *,
         strict: bool,
         cast: bool,
     ) -> FetchPlan:
-        where = tuple(source.where for source in sources)
-        seen = (catalog_key(lease.version.parts), where, strict, cast, targets.key)
+        version, where = parts.version, [source.where for source in parts.sources]
+        seen = (catalog_key(version.parts), tuple(where), strict, cast, targets.key)
         with self._guard:
             for known_mark, made, _ in self._plans:
                 if known_mark == seen:
                     return made
-        check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
+        check_names(f"version {version.number} of {version.key!r}", known.shapes, into, strict=strict)
         with _uncollected():
             wanted = [
                 target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)
             ]
-            made = make_plan(lease.version.key, known, wanted, where)
+            made = make_plan(version.key, known, wanted, where)
         with self._guard:
             self._plans.appendleft((seen, made, targets.kept))
         return made
@@ -163,47 +184,57 @@ class Reader:
     def views(self, lease: Lease, *, verify: Verify, copy_below: int = 0) -> Fetched:
         """Return every tensor of a version: as a view where it lies mapped in one piece, else as a new tensor."""
         began = time.perf_counter()
-        version = lease.version
         holding = _Holding(self.client, lease.id)
-        try:
-            known = self.catalog(lease)
-            tensors, missing = self._mapped(version, known, holding, verify=verify, copy_below=copy_below)
+
+        def attempt(parts: OpenedParts) -> Fetched:
+            tensors, missing = self._mapped(parts, known, holding, verify=verify, copy_below=copy_below)
             targets = []
             for name in missing:
                 entry = known.entries[name]
                 tensors[name], target = allocate(name, None, entry.shape, entry.dtype)
                 targets.append(target)
-            num_bytes = self.fill_targets(lease, known, targets, verify=verify) if targets else 0
+            num_bytes = self._fill_targets(parts, known, targets, verify=verify) if targets else 0
+            ordered = {name: tensors[name] for name in known.entries}
+            took_s = time.perf_counter() - began
+            fetched = Fetched(parts.version.number, parts.version.digest, verify, num_bytes, took_s, ordered)
+            fetched.num_received, fetched.relay = parts.num_received, parts.relay
+            fetched._release = holding.release
+            return fetched
+
+        try:
+            known = self.catalog(lease)
+            return read_version(self.client, lease, attempt, is_shared=self._is_shared)
         finally:
             holding.done()
-        ordered = {name: tensors[name] for name in known.entries}
-        took_s = time.perf_counter() - began
-        return Fetched(version.number, version.digest, verify, num_bytes, took_s, ordered, holding.release)
 
     def _mapped(
-        self, version: Version, known: Catalog, holding: _Holding, *, verify: Verify, copy_below: int
+        self, parts: OpenedParts, known: Catalog, holding: _Holding, *, verify: Verify, copy_below: int
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Return views of what can be viewed, and the names of what cannot."""
+        parts.bring(known.viewable_bytes)
         tensors: dict[str, Tensor] = {}
         opened: dict[int, Tensor | None] = {}
         differ: set[str] = set()
-        for name, entry in known.entries.items():
-            if len(entry.stored) != 1 or entry.stored[0].region.shape != entry.shape:
-                continue
+        for name, entry in known.viewable.items():
             stored = entry.stored[0]
             if stored.part not in opened:
-                opened[stored.part] = self._memory_for_views(version, stored.part, holding)
+                opened[stored.part] = self._memory_for_views(parts, stored.part, holding)
                 memory = opened[stored.part]
                 if memory is not None and verify != "off":
-                    differ |= self._check_memory(version, known, stored.part, memory, verify=verify)
+                    differ |= self._check_memory(parts, known, stored.part, memory, verify=verify)
             memory = opened[stored.part]
             if memory is not None and memory.numel() >= copy_below:
                 tensors[name] = piece_view(memory, stored.start, entry.shape, entry.dtype)
-        raise_if_any(version, differ, why="the shared memory holds what was published")
+        raise_if_any(parts.version, differ, why="the shared memory holds what was published")
         return tensors, [name for name in known.entries if name not in tensors]
 
-    def _memory_for_views(self, version: Version, index: int, holding: _Holding) -> Tensor | None:
+    def _memory_for_views(self, parts: OpenedParts, index: int, holding: _Holding) -> Tensor | None:
         """Return the memory of a part, whose lease lasts as long as anything looks at it; None if it is not here."""
+        version = parts.version
+        if parts.sources[index].is_relayed:
+            segment = parts.open_private(index)
+            holding.until_gone(segment.map)
+            return segment.flat()
         source = open_source(self.client, version, version.parts[index], is_private=True)
         source.check_stamp(version)
         if source.segment is not None:
@@ -216,15 +247,17 @@ class Reader:
         return source.memory
 
     def _check_memory(
-        self, version: Version, known: Catalog, index: int, memory: Tensor, *, verify: Verify
+        self, parts: OpenedParts, known: Catalog, index: int, memory: Tensor, *, verify: Verify
     ) -> set[str]:
         """Return the tensors of a part that are not in its memory as they were published."""
+        version, source = parts.version, parts.sources[index]
         if memory.is_cuda:
             return check_part_on_device(known, version, index, memory)
         if version.parts[index].segment.inline is None:
             # through the mapping that lasts: its pages are there, and touching new ones would cost more than all else
-            lasting = open_source(self.client, version, version.parts[index])
-            memory = memory if lasting.memory is None else lasting.memory
+            memory = memory if source.memory is None else source.memory
+        if source.is_relayed:  # all of what came from another host is digested
+            return check_slots(known, version, index, known.viewable_slots(index), address=memory.data_ptr())
         return check_part(known, version, index, address=memory.data_ptr(), verify=verify)
 
 

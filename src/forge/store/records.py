@@ -14,6 +14,9 @@ from forge.store.sharding import Piece, TensorShards
 ALIGN: Final = 256
 """Every piece begins at a multiple of this: good for vector loads, for views as any dtype, and for DMA."""
 
+_COPY: Final = "relay-copy/"
+_MEMORY: Final = "relay-memory/"
+
 HEADER: Final = 4096
 """Bytes at the beginning of a segment that hold its stamp."""
 
@@ -188,6 +191,58 @@ class Lease:
     version: Version
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Those of the version's layouts that the reader did not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """A process that gets the bytes of a version from other hosts, once, for all readers on its host."""
+
+    host: str
+    pid: int
+    session: int
+    address: str
+    """Of its data server."""
+    copy: int = 0
+    """Names what it holds of the version; 0 for a process that offers to relay."""
+    memory: int = 0
+    """Names the memory in which that is. It is used again for later versions."""
+
+    def describe(self) -> str:
+        """Describe the process for messages."""
+        return f"pid {self.pid} on host {self.host.split('/')[0]} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a version gets to the readers of a host."""
+
+    relay: Relay
+    """The process on this host that the readers share."""
+    upstreams: tuple[Relay, ...] = ()
+    """Relays of other hosts from which it gets the bytes, the nearest first. Those who hold the version come last."""
+
+
+def copy_label(copy: int, rank: int) -> str:
+    """Return the name under which other hosts read a relay's copy of one rank's part."""
+    return f"{_COPY}{copy}/{rank}"
+
+
+def copied_part(label: str) -> tuple[int, int] | None:
+    """Return the copy and the rank that `copy_label` named; None for other names."""
+    if not label.startswith(_COPY):
+        return None
+    copy, _, rank = label.removeprefix(_COPY).partition("/")
+    return int(copy), int(rank)
+
+
+def memory_label(memory: int) -> str:
+    """Return the name that stands for all segments of a relay's memory, and for their mappings in other processes."""
+    return f"{_MEMORY}{memory}"
+
+
+def labelled_memory(label: str) -> int | None:
+    """Return the memory that `memory_label` named; None for other names."""
+    return int(label.removeprefix(_MEMORY)) if label.startswith(_MEMORY) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class PinningRegistry(Registry):
         original.leases.add(lease)
         self._leases[lease] = (NO_SESSION, key, original)
         version = original.version
-        alias = StoredVersion(version, dict(original.owners), losses=dict(original.losses), original=lease)
+        owners, losses = dict(original.owners), dict(original.losses)
+        alias = StoredVersion(version, owners, losses=losses, original=lease, relays=original.relays)
         self._stored.setdefault(name, {})[version.number] = alias
         for part in version.parts:
             self._layout_uses[part.layout] += 1

@@ -13,7 +13,7 @@ from typing import Any
 from forge.errors import StoreError
 from forge.runtime.rendezvous import Session, host_id
 from forge.store.records import Acquire, Assignment, Begin, Commit, Holder, Lease, Part
-from forge.store.registry_pins import PinningRegistry
+from forge.store.registry_relays import RelayingRegistry
 from forge.store.registry_state import Key
 
 _log = logging.getLogger("forge.store")
@@ -31,7 +31,7 @@ class RegistryServer:
     """One for a run, in its root process, on the control loop."""
 
     def __init__(self) -> None:
-        self._registry = PinningRegistry(self)
+        self._registry = RelayingRegistry(self)
         self._sessions: dict[int, Session] = {}
         self._waiting: dict[Key, list[asyncio.Event]] = {}
         self._held: dict[str, int] = {}
@@ -51,6 +51,8 @@ class RegistryServer:
             "rewind": lambda _, body: registry.rewind(body[0], to=body[1]),
             "volume": lambda session, volume: registry.add_volume(session, volume),
             "copies": lambda _, copies: registry.set_copies(copies),
+            "distribution": lambda _, distribution: registry.set_distribution(distribution),
+            "route": lambda _, body: registry.route(*body),
         }
         """The requests that are answered at once; the others have a method each."""
 

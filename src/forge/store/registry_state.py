@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from forge.errors import StoreError, StoreKeyError
-from forge.store.records import Begin, Holder, Layout, Part, Version, itemsize
+from forge.store.records import Begin, Holder, Layout, Part, Relay, Version, itemsize
 from forge.store.sharding import Region, TensorShards
 
 Key = tuple[str, str]
@@ -70,6 +70,28 @@ class SpareSegment:
     openers: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class RelayMemory:
+    """Memory of a relay, and the sessions that may have mapped it."""
+
+    relay: Relay
+    openers: set[int]
+
+
+@dataclass(eq=False)
+class VersionRelays:
+    """The relays of a version: the processes through which readers on other hosts get it."""
+
+    order: list[Relay] = field(default_factory=list)
+    """In the order in which they began."""
+    openers: dict[int, set[int]] = field(default_factory=dict)
+    """For the memory of each, the sessions that may have mapped it."""
+    failed: set[int] = field(default_factory=set)
+    """Sessions that are not to relay it any more: they have ended, or readers could not get it through them."""
+    leases: set[int] = field(default_factory=set)
+    """Leases of the readers that use them."""
+
+
 @dataclass(eq=False)
 class StoredVersion:
     """A complete version."""
@@ -90,6 +112,8 @@ class StoredVersion:
     """Leases that keep it readable under its pinned name, whatever `keep` says."""
     original: int | None = None
     """The lease on the version whose memory this is, where pinning gave that memory a second name."""
+    relays: VersionRelays = field(default_factory=VersionRelays)
+    """The same for all names of one memory."""
 
 
 def no_such_rank(request: Begin) -> StoreError:

@@ -54,13 +54,18 @@ def unpack_stamp(data: bytes) -> int:
 class Segment:
     """A segment of this process, or of another that was opened here."""
 
-    def __init__(self, name: str, fd: int, size: int, *, is_own: bool, is_private: bool = False) -> None:
+    def __init__(
+        self, name: str, fd: int, size: int, *, is_own: bool, is_private: bool = False, is_sparse: bool = False
+    ) -> None:
         self.name, self.size = name, size
+        self.num_used = 0 if is_sparse else size
+        """Bytes that have memory, or are to have it."""
         self.is_on_disk = False
         self.is_writable = is_own or is_private
         if is_own:
             self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            _populate(self.map)
+            if not is_sparse:
+                _populate(self.map)
         elif is_private:
             # Written pages become the reader's own: it may change what it got without anybody else seeing that.
             self.map = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -140,11 +145,8 @@ class SegmentPool:
 
     def create(self, key: str, size: int, *, name: str = "") -> Segment:
         """Return a new segment, in memory where that is left, else on disk."""
-        plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
-        name = name or f"forge-{self._run}-{plain}-{os.getpid()}-{next(_numbers)}"
-        with self._guard:
-            used = sum(segment.size for segment in self._segments.values() if not segment.is_on_disk)
-        room = _room(used)
+        name = name or self._name(key)
+        room = self.room()
         try:
             if size > room:
                 self._warn(name, size, room)
@@ -162,6 +164,31 @@ class SegmentPool:
         with self._guard:
             self._segments[name] = segment
         return segment
+
+    def create_sparse(self, key: str, size: int) -> Segment:
+        """Return a new segment whose pages take memory as they are written. Whoever writes them asks for `room` before,
+        and adds to the segment's `num_used`."""
+        name = self._name(key)
+        fd = _memory(name)
+        try:
+            os.ftruncate(fd, size)
+            segment = Segment(name, fd, size, is_own=True, is_sparse=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        with self._guard:
+            self._segments[name] = segment
+        return segment
+
+    def _name(self, key: str) -> str:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
+        return f"forge-{self._run}-{plain}-{os.getpid()}-{next(_numbers)}"
+
+    def room(self) -> int:
+        """Return the bytes of memory that segments of this process may still take."""
+        with self._guard:
+            used = sum(segment.num_used for segment in self._segments.values() if not segment.is_on_disk)
+        return _room(used)
 
     def _warn(self, name: str, size: int, room: int) -> None:
         if not self._has_warned:
@@ -198,11 +225,7 @@ class SegmentPool:
 
 
 def _make(name: str, size: int, *, is_on_disk: bool) -> Segment:
-    if is_on_disk:
-        fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    else:
-        _raise_file_limit()
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = _on_disk() if is_on_disk else _memory(name)
     try:
         os.posix_fallocate(fd, 0, size)  # all pages at once: one by one, as they are touched, costs five times as much
         segment = Segment(name, fd, size, is_own=True)
@@ -211,6 +234,17 @@ def _make(name: str, size: int, *, is_on_disk: bool) -> Segment:
         raise
     segment.is_on_disk = is_on_disk
     return segment
+
+
+def _on_disk() -> int:
+    """Return the descriptor of an unlinked file."""
+    return os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def _memory(name: str) -> int:
+    """Return the descriptor of an anonymous file in memory."""
+    _raise_file_limit()
+    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def _raise_file_limit() -> None:

@@ -86,6 +86,12 @@ def check_part(catalog: Catalog, version: Version, index: int, *, address: int, 
     return differ
 
 
+def check_slots(catalog: Catalog, version: Version, index: int, slots: Sequence[int], *, address: int) -> set[str]:
+    """Return the tensors of which a piece, one of these of one part, has not the digest that was published."""
+    found = kernel.digest_only(digest_table(catalog, index, slots), [address], num_threads=torch.get_num_threads())
+    return compare_digests(catalog, version, found, dict.fromkeys(slots, 1))
+
+
 def check_part_on_device(catalog: Catalog, version: Version, index: int, memory: Tensor) -> set[str]:
     """Check a part in the memory of a GPU as `check_part` does. It is always digested whole: that is fast."""
     part = version.parts[index]

@@ -324,7 +324,7 @@ class Weights:
         if isinstance(into, torch.nn.Module):
             into = into.state_dict()
         if self._reader is None or self._reader.client is not here:
-            self._reader = Reader(here)
+            self._reader = Reader(here, is_shared=True)
         if into is None:
             return self._reader.views(lease(), verify=verify)
         targets = target_tensors(into) if isinstance(into, Mapping) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from forge.observe.system_log import FILE_NAME as SYSTEM
 from forge.ui.followed_table import FollowedTable
 from forge.ui.ledger_counts import LedgerCounts
 from forge.ui.metric_table import TableRows
+from forge.ui.rollouts.view import RolloutView
 from forge.ui.run_files import CONFIG, METRICS, fingerprint, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
 from forge.ui.system_charts import known_names, system_charts
@@ -49,13 +51,15 @@ class LiveRun:
         self.trace = TraceIndex(folder / TRACE)
         """What processes did. It is read when a page asks for it."""
         self._ledger = LedgerCounts(folder / "ledger.jsonl")
+        self.rollouts = RolloutView(folder)
         self._seen: tuple[object, ...] | None = None
         self._details = 0
 
     @property
     def num_cells(self) -> int:
         """How many numbers are in memory."""
-        return self._metrics.num_cells + self.system.num_cells + self.trace.num_bytes // 4
+        followed = self._metrics.num_cells + self.system.num_cells
+        return followed + self.rollouts.index.num_cells + self.trace.num_bytes // 4
 
     @property
     def progress(self) -> float:
@@ -90,12 +94,23 @@ class LiveRun:
         """Read the next part of what is new. Return whether more is left."""
         with self._lock:
             changed = any([self._metrics.advance(), self.system.advance(), self._ledger.advance()])
+            if self.rollouts.index.is_open:
+                changed = self.rollouts.index.advance() or changed
             seen = (*(fingerprint(self.folder / name) for name in _DESCRIBED), *trace_marks(self.folder))
             if seen != self._seen:
                 self._seen, changed = seen, True
                 self._details += 1
             self.version += changed
-            return not (self._metrics.is_complete and self.system.is_complete)
+            return not (self._metrics.is_complete and self.system.is_complete and self.rollouts.index.is_complete)
+
+    def metric_at(self, name: str, step: int) -> float | None:
+        """Return what a metric was at a step; None where that is not in memory."""
+        rows = self.rows()
+        place = int(np.searchsorted(rows.steps, step))
+        if name not in rows.columns or rows.merged > 1 or place == len(rows) or rows.steps[place] != step:
+            return None
+        value = float(rows.columns[name][place])
+        return None if math.isnan(value) else value
 
     # ---- What the page shows beside the curves
 
@@ -115,6 +130,7 @@ class LiveRun:
             "lastStep": int(rows.steps[-1]) if len(rows) else 0,
             "tiles": headline(_Ends(rows)),
             "system": self.system.facts(),
+            "rollouts": self.rollouts.status(),
         }
 
     def describe(self, summary: RunSummary) -> dict[str, Any]:
@@ -137,6 +153,7 @@ class LiveRun:
                 "maskTruncated": setting_of(config, "rollout.mask_truncated") is True,
             },
             "status": status,
+            "hasRollouts": self.rollouts.index.is_there,
             "facts": facts(_Settings(config)),
             "tiles": status["tiles"],
             "charts": self._charts(rows),

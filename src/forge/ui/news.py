@@ -83,9 +83,10 @@ class _Followed:
         run, summary = await hub.live(self.id), hub.runs.summaries.get(self.id)
         if run is None or summary is None or (run.version, summary) == self._heard:
             return []
+        has_rows = self._heard is None or self._heard[0] != run.version
         self._heard = run.version, summary
         status = await hub.call(run.status, summary)
-        return [_event("run", to_json(status)), *await self._rows(run, hub)]
+        return [_event("run", to_json(status)), *(await self._rows(run, hub) if has_rows else ())]
 
     async def _rows(self, run: LiveRun, hub: Hub) -> list[str]:
         """Return new rows for a page that has the rows before them. One with other rows asks for the table again."""

@@ -9,7 +9,10 @@ from typing import Final
 
 _REPORT: Final = "forge.observe.report"
 _UI: Final = "forge.ui"
-SHARED_PROGRAMS: Final = ("words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js")
+SHARED_PROGRAMS: Final = (
+    "words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js", "token_modes.js", "tokens.js", "turns.js",
+    "sample.js",
+)  # fmt: skip
 OWN_PROGRAMS: Final = (
     "server.js",
     "place.js",
@@ -18,6 +21,10 @@ OWN_PROGRAMS: Final = (
     "runs.js",
     "configuration.js",
     "events.js",
+    "rollouts_filters.js",
+    "gradient.js",
+    "rollouts_detail.js",
+    "rollouts.js",
     "run.js",
     "system.js",
     "timeline_canvas.js",
@@ -29,7 +36,7 @@ OWN_PROGRAMS: Final = (
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css", "compare.css", "timeline.css", "control.css")
+OWN_STYLES: Final = ("ui.css", "rollouts.css", "compare.css", "timeline.css", "control.css")
 
 
 @functools.cache

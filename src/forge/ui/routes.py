@@ -17,6 +17,7 @@ from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
 from forge.ui.news import add_news, describe_list
 from forge.ui.parameters import HUB, as_json, live_run, number, one_of, run_folder, unknown_run, whole
+from forge.ui.rollouts.routes import add_rollouts
 from forge.ui.strict_json import to_json
 from forge.ui.timeline_routes import add_timeline
 
@@ -41,6 +42,7 @@ def make_app(hub: Hub, access: Access, *, control: bool = False) -> web.Applicat
     app.router.add_get("/api/metrics", _metrics)
     for part in (*PARTS, *((add_control,) if control else ())):
         part(app)
+    add_rollouts(app, hub, live_run, whole)
     return app
 
 

@@ -307,4 +307,4 @@ def test_a_script_that_is_not_python_has_no_schema() -> None:
 def test_the_program_for_a_configuration_of_another_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "run", GRPO, "--config", "tune.yaml", "--dry-run")
     assert code == 2
-    assert "Is apps/sft/main.py the right program?" in err
+    assert "Is `forge run sft` the right program?" in err

@@ -175,7 +175,7 @@ def test_the_report_has_three_parts_and_what_is_left(capsys: pytest.CaptureFixtu
     assert f"  numeration: 3  (grpo.yaml:{line})\n" in none
     assert lines[-2:] == [
         "Check it:  forge config check mine.yaml",
-        "Run it:    forge run apps/grpo/main.py --config mine.yaml",
+        "Run it:    forge run grpo --config mine.yaml",
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def test_the_folder_of_the_log_is_made(
 ) -> None:
     """SLURM does not, and the job would fail without a log."""
     monkeypatch.chdir(tmp_path)
-    assert main(["job", "slurm", sys.executable, "launcher.slurm.log_dir=logs/here"]) == 0
+    assert main(["job", "slurm", __file__, "launcher.slurm.log_dir=logs/here"]) == 0
     assert "#SBATCH --output=logs/here/%x-%j.log\n" in capsys.readouterr().out
     assert (tmp_path / "logs" / "here").is_dir()
 
@@ -153,14 +152,14 @@ def test_a_controller_with_tls_gets_a_name(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "path", "rule"),
     [
-        (["slurm", "--grace", "1", sys.executable], "--grace", "a whole number >= 2"),
-        (["slurm", "--max-requeues", "-1", sys.executable], "--max-requeues", "a whole number >= 0"),
+        (["slurm", "--grace", "1", __file__], "--grace", "a whole number >= 2"),
+        (["slurm", "--max-requeues", "-1", __file__], "--max-requeues", "a whole number >= 0"),
         (["slurm", "no.py"], "SCRIPT", "a Python file that exists"),
-        (["slurm", sys.executable, "--config", "no.yaml"], "--config", "a YAML file that exists"),
-        (["slurm", sys.executable, "launcher.slurm.nodes=2"], "launcher.slurm.nodes", "1 with launcher.kind=local"),
-        (["slurm", sys.executable, "launcher.slurm.nodes=0"], "launcher.slurm.nodes", "greater than or equal to 1"),
+        (["slurm", __file__, "--config", "no.yaml"], "--config", "a YAML file that exists"),
+        (["slurm", __file__, "launcher.slurm.nodes=2"], "launcher.slurm.nodes", "1 with launcher.kind=local"),
+        (["slurm", __file__, "launcher.slurm.nodes=0"], "launcher.slurm.nodes", "greater than or equal to 1"),
         (
-            ["kubernetes", "--claim", "disk", sys.executable],
+            ["kubernetes", "--claim", "disk", __file__],
             "launcher.kubernetes.image",
             "an image with this library and your program",
         ),
@@ -169,14 +168,14 @@ def test_a_controller_with_tls_gets_a_name(tmp_path: Path, capsys: pytest.Captur
                 "kubernetes",
                 "--claim",
                 "disk",
-                sys.executable,
+                __file__,
                 "launcher.kubernetes.image=forge:1",
                 "launcher.kubernetes.claims={runs: /runs}",
             ],
             "--claim",
             "`runs`, which launcher.kubernetes.claims mounts there",
         ),
-        (["slurm", sys.executable, "launcher.slurm.log_dir=/dev/null/logs"], "launcher.slurm.log_dir", "written to"),
+        (["slurm", __file__, "launcher.slurm.log_dir=/dev/null/logs"], "launcher.slurm.log_dir", "written to"),
     ],
 )
 def test_what_a_job_is_refused_for(capsys: pytest.CaptureFixture[str], words: list[str], path: str, rule: str) -> None:

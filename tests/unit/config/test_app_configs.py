@@ -80,14 +80,15 @@ def test_it_says_what_it_is_and_is_in_the_readme(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_in_its_comments_are_valid(name: str) -> None:
     text = re.sub(r"\\\n", " ", comment(ROOT / "apps" / name))
-    for command in re.findall(r"^.*apps/\w+/main\.py --config .*$", text, re.MULTILINE):
+    for command in re.findall(r"\bforge (?:run|plan|distill|job \w+) ([^`|>\n]*)", text):
         words = shlex.split(command)
-        place = words.index("--config")
-        config = ROOT / words[place + 1]
-        assert (ROOT / words[place - 1]).is_file()
-        assert config.is_file()
-        overrides = [word for word in words[place + 2 :] if "=" in word]
+        recipe = next(word for word in words if "/" in word and "=" not in word)
+        config = ROOT / "apps" / f"{recipe}.yaml"
+        assert config.is_file(), command
+        overrides = [word for word in words if "=" in word]
         load(schema_of(config), files=[config], overrides=overrides)
+    for path in re.findall(r"\bapps/[\w/]+\.\w+", text):
+        assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize("name", GPUS)

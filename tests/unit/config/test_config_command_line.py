@@ -33,9 +33,7 @@ def test_a_configuration_of_another_kind_names_its_program(tmp_path, capsys):
     with pytest.raises(SystemExit):
         from_command_line(GRPOConfig, ["--config", str(file)])
     hint = capsys.readouterr().err.splitlines()[-1]
-    assert hint == (
-        "SFTConfig has the keys data, validation, GRPOConfig does not. Is apps/sft/main.py the right program?"
-    )
+    assert hint == "SFTConfig has the keys data, validation, GRPOConfig does not. Is `forge run sft` the right program?"
 
 
 @pytest.mark.parametrize("text", ["trainning: {max_steps: 1}\n", "rollout: {group_size: x}\n", "a: [1\n"])

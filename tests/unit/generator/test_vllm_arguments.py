@@ -267,21 +267,22 @@ def test_nothing_is_imported_before_an_engine_starts():
 )
 def test_kernels_that_use_amx_are_refused_where_it_traps(fields: dict[str, Any], path: str, value: str):
     made = plan(**fields)
+    quantization = made.arguments.get("quantization")
     with pytest.raises(ConfigError) as caught:
-        check_amx(made, "cpu", "traps")
+        check_amx(made.precision, "cpu", "traps", quantization=quantization)
     error = caught.value
     assert (error.path, error.value) == (path, value)
     assert "AMX" in error.message
     assert "float32" in str(error.rule)
     assert "engine: native" in str(error.repair)
     for verdict in ("works", "absent", "unknown"):
-        check_amx(made, "cpu", verdict)  # type: ignore[arg-type]
-    check_amx(plan("gpu", **fields), "gpu", "traps")
+        check_amx(made.precision, "cpu", verdict, quantization=quantization)  # type: ignore[arg-type]
+    check_amx(plan("gpu", **fields).precision, "gpu", "traps", quantization=quantization)
 
 
 def test_float32_runs_where_amx_traps():
-    check_amx(plan(), "cpu", "traps")
-    check_amx(plan(engine_args={"dtype": "float"}), "cpu", "traps")
+    check_amx(plan().precision, "cpu", "traps")
+    check_amx(plan(engine_args={"dtype": "float"}).precision, "cpu", "traps")
 
 
 # ---- Words ---------------------------------------------------------------------------------------------------------

@@ -70,6 +70,27 @@ def test_an_item_has_its_turns(tmp_path: Path) -> None:
     assert [version for version, *_ in item["versions"]] == [0, 1, 2, 3, 4]
 
 
+def test_tokens_that_the_trainer_did_not_get_have_none_of_its_logprobs(tmp_path: Path) -> None:
+    items = data_of(make_agent_run(tmp_path / "run"))["samples"]["items"]
+    for item in items:
+        is_lost = [
+            turn["start"] <= place < turn["end"] for turn in item["turns"][4:] for place in range(item["numTokens"])
+        ]
+        assert [value is None for value in item["trainer"]] == is_lost
+
+
+def test_values_that_only_some_runs_record_are_there_where_they_were(tmp_path: Path) -> None:
+    folder = make_agent_run(tmp_path / "run", num_steps=1)
+    plain = data_of(folder)["samples"]["items"][0]
+    assert not {"advantages", "values", "teacher"} & set(plain)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    own = [0.5 * place for place in range(len(line["token_ids"]))]
+    path.write_text(json.dumps({**line, "token_advantages": own, "values": own, "teacher_logprobs": own[1:]}) + "\n")
+    item = data_of(folder)["samples"]["items"][0]
+    assert (item["advantages"], item["values"], "teacher" in item) == (own, own, False)  # those of other tokens are not
+
+
 def test_messages_are_kept_once(tmp_path: Path) -> None:
     messages = data_of(make_agent_run(tmp_path / "run"))["samples"]["messages"]
     assert sorted(message["content"] for message in messages) == sorted(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agent_folders import make_agent_groups
 from episodes import with_turn
 from forge.config import RecordConfig
 from forge.errors import DataError
@@ -119,6 +120,26 @@ def test_what_nobody_computed_is_null(tmp_path: Path) -> None:
     assert [line[name] for name in ("trainer_logprobs", "ref_logprobs", "answer", "prompt")] == [
         None, None, None, "Go on",
     ]  # fmt: skip
+
+
+def test_advantages_of_tokens_are_written_where_those_of_a_turn_differ(tmp_path: Path) -> None:
+    (group,) = make_groups(1, num_groups=1, group_size=3)
+    plain, equal, own = group.episodes
+    differing = tuple(0.5 - 0.1 * place for place in range(own.num_tokens))
+    episodes = (
+        plain,
+        replace(equal, token_advantages=(0.25,) * equal.num_tokens),
+        replace(own, token_advantages=differing),
+    )
+    path = recorder(tmp_path).write(1, [replace(group, episodes=episodes)])
+    assert path is not None
+    lines = strict(path)
+    assert ["token_advantages" in line for line in lines] == [False, False, True]
+    assert lines[2]["token_advantages"] == list(differing)
+    turns = make_agent_groups(2)  # every turn has its own, and each token of a turn the same
+    path = recorder(tmp_path / "turns").write(2, turns)
+    assert path is not None
+    assert ["token_advantages" in line for line in strict(path)] == [False, False]
 
 
 def test_trainer_logprobs_are_left_out_where_the_configuration_says_so(tmp_path: Path) -> None:

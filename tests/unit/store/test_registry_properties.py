@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_registry import TABLES, here, part_of, request, shard, whole
 
 from forge.errors import StoreError, StoreKeyError
-from forge.store.records import Acquire, Begin, Commit, Holder, Version
-from forge.store.registry import Key, Registry
+from forge.store.records import Acquire, Begin, Commit, Holder, Relay, Version, memory_label
+from forge.store.registry import Key
+from forge.store.registry_relays import RelayingRegistry
 
 HERE = 0
 VOLUME = 1
@@ -35,7 +36,7 @@ class Ranks:
 class Store(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.registry = Registry(self)
+        self.registry = RelayingRegistry(self)
         self.names = itertools.count(1)
         self.sessions = [2, 3, 4]
         self.next_session = 5
@@ -46,6 +47,8 @@ class Store(RuleBasedStateMachine):
         self.visible: dict[Key, list[int]] = {key: [] for key in WORLDS}
         self.known: dict[tuple[Key, int], Version] = {}
         self.leases: dict[int, tuple[int, Version]] = {}
+        self.routed: dict[int, tuple[int, int]] = {}
+        """For each lease that is read through a relay, the copy and its memory."""
         self.mapped: set[tuple[int, str]] = set()
         """Who has which segment, made or opened."""
         self.dropped: list[tuple[int, str]] = []
@@ -185,6 +188,28 @@ class Store(RuleBasedStateMachine):
         del self.leases[lease]
         self.registry.release(lease)
 
+    @precondition(lambda self: self.leases)
+    @rule(pick=PICK, fails=st.booleans())
+    def relay(self, pick: int, fails: bool) -> None:
+        """Read through the relay of the reader's host, one of two; it may fail, and then another one."""
+        lease = self._pick(self.leases, pick)
+        who, _ = self.leases[lease]
+        failed: set[int] = set()
+        while True:
+            offer = Relay(f"host{who % 2}", who, who, "")
+            route = self.registry.route(lease, offer, tuple(failed))
+            if route is None:
+                return
+            copy, memory = self.routed[lease] = route.relay.copy, route.relay.memory
+            others = {self.routed[other] for other in self.leases if other in self.routed}
+            assert all(used == copy for used, where in others if where == memory), "memory that is read is used again"
+            assert route.relay.host == offer.host
+            assert route.relay.session in {*self.sessions} - failed, "a process that has ended, or failed, relays"
+            self.mapped |= {(session, memory_label(memory)) for session in (who, route.relay.session)}
+            if not fails:
+                return
+            failed.add(route.relay.session)
+
     @rule(key=KEYS, keep=st.integers(0, 2))
     def retire(self, key: Key, keep: int) -> None:
         gone = self.visible[key][: max(0, len(self.visible[key]) - keep)]
@@ -235,8 +260,9 @@ class Store(RuleBasedStateMachine):
         """Segments of versions that are read or can be read, as long as somebody has them to give."""
         versions = [self.known[key, number] for key, numbers in self.visible.items() for number in numbers]
         versions += [version for _, version in self.leases.values()]
+        memories = {self.routed[lease][1] for lease in self.leases if lease in self.routed}
         alive = {*self.sessions, HERE, VOLUME}
-        return {
+        return {memory_label(memory) for memory in memories} | {
             holder.segment
             for version in versions
             for part in version.parts
@@ -257,7 +283,11 @@ class Store(RuleBasedStateMachine):
         """What is mapped is read, can be read, is being written, or waits for the next version."""
         self.nothing_is_dropped_that_is_needed()
         writers: list[Any] = list(self.registry._writers.values())
-        kept = self._needed() | {spare.name for spares in self.registry._spares.values() for spare in spares}
+        spares = [spare.relay.memory for spare in self.registry._relay_spares.values()]
+        newest = [self.registry._stored[key][numbers[-1]] for key, numbers in self.visible.items() if numbers]
+        spares += [relay.memory for stored in newest for relay in stored.relays.order]
+        kept = self._needed() | {memory_label(memory) for memory in spares}
+        kept |= {spare.name for spares in self.registry._spares.values() for spare in spares}
         kept |= {writer.reuse.name for writer in writers if writer.reuse is not None}
         for writer in writers:
             kept |= {holder.segment for part in writer.pending.parts.values() for holder in part.segment.holders}

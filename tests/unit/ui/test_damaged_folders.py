@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from agent_folders import make_agent_run
 from forge.ui.config_view import view_config
 from forge.ui.decimation import Span, encode_table
 from forge.ui.live_run import LiveRun
+from forge.ui.rollouts.query import SORTS, Filters, SampleName
+from forge.ui.rollouts.view import RolloutView, Window
 from forge.ui.run_summary import SummaryReader
 from forge.ui.strict_json import to_json
 from fuzzing import inputs
 from run_folders import make_grpo_run
 
 NUM_INPUTS = 150
+NUM_ROLLOUTS = 250
 EVENT = json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": "crash", "status": -9, "action": "stop", "step": 3})
 LEAGUE = {"member": "a", "rating": 1.0, "games": 1, "wins": 1, "draws": 0, "losses": 0, "win_rate": 1.0}
 VALID = {
@@ -46,3 +50,77 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path: Path, name: str) -> 
         strict(encode_table(run.rows(), Span(points=2)))
         if name == "config.yaml":
             strict(to_json(view_config(folder, None)))
+
+
+def show_all(folder: Path) -> int:
+    """Ask for everything that a page could ask of the rollouts. Return how many there are."""
+    view, sorts = RolloutView(folder), list(SORTS)
+    names: list[str] = []
+    for number, filters in enumerate((Filters(), Filters(text="e"), Filters.of({"reward": "0~", "flags": "mixed"}))):
+        found = view.find(filters, sorts[number], Window(limit=200))
+        strict(to_json(found))
+        names += [row["name"] for row in found["rows"]]
+    for name in dict.fromkeys(names):
+        parsed = SampleName.of(name, parameter="name")
+        strict(to_json(view.sample(parsed, limit=64, metric=lambda metric, step: 1.0)))
+        strict(to_json(view.group(parsed, metric=lambda metric, step: None)))
+    return len(set(names))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "agents"])
+def test_damaged_rollouts_are_shown_as_far_as_they_go(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    if kind == "grpo":
+        make_grpo_run(folder, num_steps=1, num_groups=1)
+    else:
+        make_agent_run(folder, num_steps=1)
+        (folder / "config.yaml").write_text("algorithm: {preset: gspo, kl: {coefficient: 0.1}}\n")
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)[:2]
+    shown = []
+    for data in inputs(47, [lines[0]], NUM_ROLLOUTS):
+        path.write_bytes(data + b"\n" + lines[1])
+        shown.append(show_all(folder))
+    assert {1, 2} <= set(shown)
+
+
+ODD: dict[str, list[object]] = {
+    "token_ids": [[], ["x"] * 3, [None, {}]],
+    "pieces": [3, ["a"], [1, 2], None],
+    "logprobs": [None, [], "x", [[1]], ["NaN"], [1e400, -1e400]],
+    "trainer_logprobs": [None, {}, [True], [None]],
+    "versions": [None, [[1]], [[1, 2, 3, 4]], [["x", 0, 1]], [[1 << 80, 0, 1]]],
+    "reward": [None, "1", 1e400, [1], True],
+    "advantage": [None, {}, -1e400],
+    "prompt": [None, 7, [[]], [{"role": {}, "content": [1]}], {}],
+    "prompt_id": [None, 5, ["x"], "x" * 100_000],
+    "parts": [None, [], {"a": "b"}, {"": None}],
+    "failures": [3, ["x"], {"a": 1}],
+    "outcome": [None, 5, "other" * 1000, ["trained"]],
+    "finish_reason": [None, 3, {}],
+    "ending": [3, [], "x" * 5000],
+    "stats": [None, [], {"num_tool_errors": "x"}, {"a": 1e400}],
+    "agents": [[], {"a": None}, {"a": {"learns": False}}, {"": {"advantage": "x"}}],
+    "turns": [None, {}, [None], [{}], [{"index": 0, "start": 0, "end": 1 << 70}]],
+    "epoch": [{}, "x"], "temperature": ["x"], "answer": [5, {}], "reason": [5, []], "index": [0, 1 << 31, -1],
+}  # fmt: skip
+"""Values that a writer of another program might put into a line."""
+
+
+@pytest.mark.parametrize("kind", ["grpo", "agents"])
+def test_values_of_other_kinds_are_shown_as_far_as_they_go(tmp_path: Path, kind: str) -> None:
+    folder = make_grpo_run(tmp_path / "run", num_steps=1) if kind == "grpo" else make_agent_run(tmp_path / "run")
+    path = sorted(folder.glob("rollouts/step_*"))[0]
+    line = json.loads(path.read_bytes().splitlines()[0])
+    for name, values in ODD.items():
+        for value in values:
+            changed = {**line, name: value}
+            if kind == "agents" and name in line["turns"][0]:
+                changed = {**line, "turns": [{**turn, name: value} for turn in line["turns"]]}
+            path.write_text(json.dumps(changed) + "\n")
+            assert show_all(folder) >= (name not in ("index", "token_ids"))
+    of_turns = ("messages", "context", "calls", "path", "prefix_break", "agent", "is_delivered", "text", "reward")
+    for name in of_turns if kind == "agents" else ():
+        for value in (None, 5, "x", [], [None], [{"name": {}, "arguments": "x" * 9000}], {}, [[[]]], True):
+            path.write_text(json.dumps({**line, "turns": [{**turn, name: value} for turn in line["turns"]]}) + "\n")
+            assert show_all(folder) >= 1

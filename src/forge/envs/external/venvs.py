@@ -50,7 +50,7 @@ def python_of(requirements: Sequence[str], *, cache: Path | None = None, limit_s
 
     Blocks while pip installs. In a coroutine, call it with `asyncio.to_thread`.
     """
-    wanted = sorted({" ".join(each.split()) for each in requirements})
+    wanted = _sorted(requirements)
     if not wanted or not all(wanted):
         raise VenvError(
             "a venv needs requirements",
@@ -69,6 +69,16 @@ def python_of(requirements: Sequence[str], *, cache: Path | None = None, limit_s
         if not _is_finished(folder):
             _make(folder, wanted, lock=lock, limit_s=limit_s)
     return python
+
+
+def is_made(requirements: Sequence[str], *, cache: Path | None = None) -> bool:
+    """Return whether there is a venv with these requirements already."""
+    root = cache_folder() if cache is None else cache
+    return _is_finished(root / _name_of(_sorted(requirements)))
+
+
+def _sorted(requirements: Sequence[str]) -> list[str]:
+    return sorted({" ".join(each.split()) for each in requirements})
 
 
 def _name_of(requirements: Sequence[str]) -> str:

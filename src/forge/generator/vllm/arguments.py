@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config import GeneratorConfig, ModelConfig
+from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 from forge.errors import ConfigError, did_you_mean
 from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
@@ -65,6 +65,12 @@ class Plan:
     precision: str
 
 
+def chosen_precision(config: GenerationConfig, device: Build) -> str:
+    """Return what an engine computes in: `engine_args.dtype`, generator.precision, or the device's default."""
+    given = to_plain(config.engine_args)
+    return str(given.get("dtype") or config.precision or ("float32" if device == "cpu" else "bfloat16"))
+
+
 def make_plan(
     config: GeneratorConfig, facts: ModelConfig, folder: Path, *, device: Build, tensor_parallel: int = 1
 ) -> Plan:
@@ -72,7 +78,7 @@ def make_plan(
     check_owned(config.engine_args)
     given = to_plain(config.engine_args)
     max_seq_len = context_limit(config, facts)
-    precision = str(given.get("dtype") or config.precision or ("float32" if device == "cpu" else "bfloat16"))
+    precision = chosen_precision(config, device)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": precision,

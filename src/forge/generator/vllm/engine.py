@@ -181,11 +181,11 @@ class VllmEngine:
                 rule="a folder with config.json, weights and tokenizer",
                 repair="fetch one with `forge download`, or choose engine: native, which can begin with random weights",
             )
-        self._plan = make_plan(
-            self.config, model.architecture, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
-        )
-        check_amx(self._plan, self._device, _amx.verdict())
-        return model.architecture.model_dump(mode="json", include=set(ARCHITECTURE_KEYS))
+        facts, ranks = model.architecture, self.tensor_parallel
+        self._plan = make_plan(self.config, facts, model.folder, device=self._device, tensor_parallel=ranks)
+        quantization = self.config.engine_args.get("quantization")
+        check_amx(self._plan.precision, self._device, _amx.verdict(), quantization=quantization)
+        return facts.model_dump(mode="json", include=set(ARCHITECTURE_KEYS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
         """Build vLLM's engine. Nothing is returned: the thread's future would keep vLLM's object alive."""

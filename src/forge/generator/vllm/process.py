@@ -128,20 +128,19 @@ def check_device(with_gpus: bool | None, installed: Build, *, has_gpu: bool) -> 
     )
 
 
-def check_amx(plan: Plan, device: Build, verdict: _amx.Verdict) -> None:
+def check_amx(precision: str, device: Build, verdict: _amx.Verdict, *, quantization: object = None) -> None:
     """Raise `ConfigError` where AMX traps and vLLM would use it: its kernels on a CPU have no switch against that.
 
     In float32 none of them does. `forge._amx` limits oneDNN and MKL, but attention, experts and quantized products of
     vLLM ask the processor themselves.
     """
-    quantization = plan.arguments.get("quantization")
-    if device != "cpu" or verdict != "traps" or (plan.precision in ("float32", "float") and quantization is None):
+    if device != "cpu" or verdict != "traps" or (precision in ("float32", "float") and quantization is None):
         return
     is_quantized = quantization is not None
     raise ConfigError(
         "vLLM would die of an illegal instruction: this machine advertises AMX and traps it.",
         path=f"{PATH}.quantization" if is_quantized else "generator.precision",
-        value=quantization if is_quantized else plan.precision,
+        value=quantization if is_quantized else precision,
         rule="where AMX traps, vLLM on the CPU computes in float32, without quantization (see forge doctor)",
         repair="set generator.precision: float32 and remove quantization, or choose engine: native",
     )

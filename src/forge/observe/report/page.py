@@ -29,8 +29,8 @@ from forge.observe.report.reading import Run, read_run
 
 DEFAULT_SAMPLES: Final = 400
 _PROGRAMS: Final = (
-    "data.js", "words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js", "tokens.js", "turns.js",
-    "samples.js", "page.js",
+    "data.js", "words.js", "scales.js", "table.js", "charts.js", "bar.js", "parts.js", "token_modes.js", "tokens.js",
+    "turns.js", "sample.js", "samples.js", "page.js",
 )  # fmt: skip
 _STYLES: Final = ("base.css", "charts.css", "samples.css")
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from forge.observe.report.turns import CHARACTERS_PER_TOKEN, TurnTable, cut, fair_limit, number, turns_of
+from forge.observe.report.turns import (
+    CHARACTERS_PER_TOKEN,
+    MAX_CHARACTERS,
+    TurnTable,
+    cut,
+    fair_limit,
+    number,
+    turns_of,
+    untrained_spans,
+)
 
 _FILE: Final = re.compile(r"(fruitless|step|evaluation)_(\d+)\.jsonl")
 _KINDS: Final = ("fruitless", "step", "evaluation")
@@ -74,12 +83,19 @@ def _read(files: Sequence[_File], *, max_samples: int, max_tokens: int) -> Sampl
     num_unreadable = sum(pick.num_unreadable for pick in picks)
     steps = _Steps(shown=len({file.step for file, _ in found}), all=num_steps)
     notes = _notes(len(chosen), num_samples, steps, num_unreadable)
-    table = TurnTable(chosen)
-    items, prompts, limit = _compact(chosen, max_tokens, table)
-    if limit:
-        notes.append(f"Of long completions only the first {limit} tokens are shown.")
-    notes += table.notes
-    return SampleSet(tuple(items), tuple(prompts), tuple(table.messages), num_samples, num_steps, tuple(notes))
+    shown = describe_episodes(chosen, max_tokens=max_tokens)
+    return replace(shown, num_samples=num_samples, num_steps=num_steps, notes=(*notes, *shown.notes))
+
+
+def describe_episodes(
+    episodes: Sequence[Fields], *, max_tokens: int, max_characters: int = MAX_CHARACTERS
+) -> SampleSet:
+    """Return what a page shows of episodes. With more than `max_tokens` tokens in all, or `max_characters` characters
+    that were read, the longest are cut to one length."""
+    table = TurnTable(episodes, max_characters=max_characters)
+    items, prompts, limit = _compact(episodes, max_tokens, table)
+    notes = [f"Of long completions only the first {limit} tokens are shown."] if limit else []
+    return SampleSet(tuple(items), tuple(prompts), tuple(table.messages), len(items), 0, (*notes, *table.notes))
 
 
 def _shares(counts: Mapping[str, int], max_samples: int) -> dict[str, int]:
@@ -170,7 +186,7 @@ def _read_step(path: Path) -> tuple[list[Fields], int]:
     """Return the episodes of a file in order, and how many lines are none."""
     with open(path, "rb") as file:
         lines = list(json_lines(file))
-    episodes = [fields for fields in lines if fields is not None and _is_episode(fields)]
+    episodes = [fields for fields in lines if fields is not None and is_episode(fields)]
     episodes.sort(key=lambda fields: (fields["group"], fields["index"]))
     return episodes, len(lines) - len(episodes)
 
@@ -188,7 +204,8 @@ def json_lines(lines: Iterable[bytes]) -> Iterator[Fields | None]:
         yield fields if isinstance(fields, dict) else None
 
 
-def _is_episode(fields: Fields) -> bool:
+def is_episode(fields: Fields) -> bool:
+    """Return whether the fields of a line are those of an episode."""
     has_place = all(type(fields.get(name)) is int for name in ("step", "group", "index"))
     return has_place and isinstance(fields.get("text"), str) and isinstance(fields.get("token_ids"), list)
 
@@ -279,8 +296,9 @@ def _item(episode: Fields, *, prompt: int, limit: int, table: TurnTable) -> Fiel
         "pieces": pieces[:limit] if fits and pieces is not None else [],
         "ids": episode["token_ids"][:limit] if fits else [],
         "sampler": _logprobs(episode.get("logprobs"), num_tokens, limit),
-        "trainer": _logprobs(episode.get("trainer_logprobs"), num_tokens, limit),
+        "trainer": _of_trained(_logprobs(episode.get("trainer_logprobs"), num_tokens, limit), episode),
         "reference": _logprobs(episode.get("ref_logprobs"), num_tokens, limit),
+        **_of_some_runs(episode, limit),
         "versions": list(_spans(episode.get("versions"))),
         "reward": number(episode.get("reward")),
         "parts": {cut(str(name), 100): number(value) for name, value in _pairs(episode.get("parts"))},
@@ -291,6 +309,21 @@ def _item(episode: Fields, *, prompt: int, limit: int, table: TurnTable) -> Fiel
         "numTokens": num_tokens,
         **table.describe(episode, limit=limit, with_text=not fits),
     }
+
+
+def _of_some_runs(episode: Fields, limit: int) -> Fields:
+    """Return values of tokens that only runs with a teacher, a critic or advantages per token record."""
+    names = {"teacher": "teacher_logprobs", "values": "values", "advantages": "token_advantages"}
+    found = {name: _logprobs(episode.get(key), len(episode["token_ids"]), limit) for name, key in names.items()}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def _of_trained(values: list[float | None] | None, episode: Fields) -> list[float | None] | None:
+    """Return the trainer's logprobs without those of tokens that it did not get, for which 0 is recorded."""
+    if values is not None:
+        for start, end in untrained_spans(episode):
+            values[start:end] = [None] * len(values[start:end])
+    return values
 
 
 def _pairs(value: object) -> Iterator[tuple[Any, Any]]:
@@ -305,7 +338,7 @@ def _spans(value: object) -> Iterator[list[int]]:
 
 
 def _logprobs(values: object, num_tokens: int, limit: int) -> list[float | None] | None:
-    """Four decimals are enough for a colour and a tooltip. A list of another length belongs to other tokens."""
+    """Return numbers of tokens with four decimals. A list of another length belongs to other tokens."""
     if not isinstance(values, list) or len(values) != num_tokens:
         return None
     return [round(value, 4) if type(value) in (float, int) and isfinite(value) else None for value in values[:limit]]

@@ -139,6 +139,19 @@ def turns_of(episode: Fields) -> list[Fields]:
     return found if at == len(episode["token_ids"]) else []
 
 
+def untrained_spans(episode: Fields) -> list[tuple[int, int]]:
+    """Return (first, end) of the tokens of turns that are never trained on: not delivered, left out by the program, or
+    of an agent that does not learn."""
+    agents = _agents(episode)
+    return [
+        (turn["start"], turn["end"])
+        for turn in turns_of(episode)
+        if turn.get("is_delivered") is False
+        or turn.get("is_trained") is False
+        or not agents.get(str(turn.get("agent") or ""), {}).get("learns", True)
+    ]
+
+
 def fair_limit(lengths: Sequence[int], total: int, *, fewest: int) -> int:
     """Return the largest length such that all, cut to it, stay within the total; at least `fewest`."""
     left, limit = total, 0

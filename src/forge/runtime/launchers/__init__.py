@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
@@ -117,6 +118,20 @@ async def attach_all(addresses: Sequence[str], *, bind: str, timings: HostTiming
             await release()
             raise failure
     return Allocation(hosts, release)
+
+
+def launch_checks(config: LauncherConfig) -> tuple[Callable[[], object], ...]:
+    """Return what must hold on this machine before a launcher starts anything: each raises what is wrong."""
+    if config.kind == "slurm":
+        from forge.runtime.launchers import slurm
+
+        return slurm.launch_checks(config)
+    if config.kind == "kubernetes":
+        from forge.runtime.launchers import kubernetes
+
+        return kubernetes.launch_checks(config)
+    has_tls = any(urlsplit(address).scheme == "tls" for address in config.hosts)
+    return (partial(check_launcher, config), *([check_tls] if config.kind == "hosts" and has_tls else []))
 
 
 def make_launcher(config: LauncherConfig) -> Launcher:

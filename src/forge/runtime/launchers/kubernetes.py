@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError
@@ -15,7 +16,6 @@ from forge.runtime.jobs import (
     claim_mounts,
     claim_volumes,
     headless_service,
-    is_loopback,
     object_name,
     tls_mounts,
     tls_variables,
@@ -24,10 +24,10 @@ from forge.runtime.jobs import (
 from forge.runtime.launchers import Allocation, attach_all, check_launcher
 from forge.runtime.launchers.submit import (
     Outcome,
+    check_bind,
     require_program,
     run_command,
     run_regardless,
-    unreachable_bind,
 )
 from forge.runtime.sockets import check_tls
 
@@ -109,6 +109,16 @@ def _container(config: LauncherConfig) -> dict[str, Any]:
     return container
 
 
+def launch_checks(config: LauncherConfig) -> tuple[Callable[[], object], ...]:
+    """Return what must hold on this machine before anything is created: each raises what is wrong."""
+    return (
+        partial(require_program, "kubectl", kind="kubernetes"),
+        partial(check_bind, config.bind, kind="kubernetes"),
+        partial(check_launcher, config),
+        *([check_tls] if config.kubernetes.tls_secret is not None else []),
+    )
+
+
 class KubernetesLauncher:
     """Creates the objects, waits until every pod is ready, attaches to the workers, and deletes the objects."""
 
@@ -125,12 +135,8 @@ class KubernetesLauncher:
         self._in_namespace = f"--namespace={config.kubernetes.namespace}"
 
     async def launch(self) -> Allocation:
-        require_program("kubectl", kind="kubernetes")
-        if is_loopback(self._config.bind):
-            raise unreachable_bind(self._config.bind, kind="kubernetes")
-        check_launcher(self._config)
-        if self._config.kubernetes.tls_secret is not None:
-            check_tls()
+        for check in launch_checks(self._config):
+            check()
         try:
             await self._create()
             await self._wait_until_ready()

@@ -10,20 +10,21 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import LaunchError
 from forge.runtime.hosts import HostTimings
-from forge.runtime.jobs import is_loopback, log_pattern, make_log_dir
+from forge.runtime.jobs import log_pattern, make_log_dir
 from forge.runtime.launchers import Allocation, attach_all, check_launcher
 from forge.runtime.launchers.submit import (
+    check_bind,
     is_listening,
     is_this_host,
     require_program,
     run_command,
     run_regardless,
-    unreachable_bind,
 )
 from forge.runtime.sockets import check_tls
 
@@ -107,6 +108,18 @@ def parse_state(text: str) -> JobState | None:
     return JobState(state, reason, nodes)
 
 
+def launch_checks(config: LauncherConfig) -> tuple[Callable[[], object], ...]:
+    """Return what must hold on this machine before a job is submitted: each raises what is wrong."""
+    programs = ("sbatch", "squeue", "scontrol", "scancel")
+    is_several = config.slurm.nodes > 1
+    return (
+        *(partial(require_program, program, kind="slurm") for program in programs),
+        *([partial(check_bind, config.bind, kind="slurm")] if is_several else []),
+        partial(check_launcher, config),
+        *([check_tls] if config.slurm.tls else []),
+    )
+
+
 class SlurmLauncher:
     """Submits the job, waits until it runs, attaches to its workers, and cancels it at the end."""
 
@@ -124,13 +137,8 @@ class SlurmLauncher:
         self._deadline = 0.0
 
     async def launch(self) -> Allocation:
-        for program in ("sbatch", "squeue", "scontrol", "scancel"):
-            require_program(program, kind="slurm")
-        if self._slurm.nodes > 1 and is_loopback(self._config.bind):
-            raise unreachable_bind(self._config.bind, kind="slurm")
-        check_launcher(self._config)
-        if self._slurm.tls:
-            check_tls()
+        for check in launch_checks(self._config):
+            check()
         job = await self._submit_whole()
         try:
             self._deadline = self._clock() + self._slurm.start_timeout_s
@@ -235,8 +243,8 @@ class SlurmLauncher:
                 path="launcher.slurm.nodes", value=node_list, rule=f"a job on {self._slurm.nodes} node(s)",
                 repair="remove options from launcher.slurm.extra_sbatch that change the number of nodes",
             )  # fmt: skip
-        if is_loopback(self._config.bind) and not all(is_this_host(name) for name in names):
-            raise unreachable_bind(self._config.bind, kind="slurm")
+        if not all(is_this_host(name) for name in names):
+            check_bind(self._config.bind, kind="slurm")
         return names
 
     def _addresses(self, nodes: Sequence[str]) -> list[str]:

@@ -127,9 +127,11 @@ def is_this_host(name: str) -> bool:
     return is_loopback(name) or name in (own, own.split(".")[0], socket.getfqdn())
 
 
-def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
-    """Return the error for a controller that workers elsewhere could not answer."""
-    return LaunchError(
+def check_bind(bind: str, *, kind: str) -> None:
+    """Refuse a controller that workers elsewhere could not answer."""
+    if not is_loopback(bind):
+        return
+    raise LaunchError(
         f"workers on other hosts cannot reach a controller at {bind}", path="launcher.bind", value=bind,
         rule=f"with launcher.kind={kind}, an address of the controller's machine that the workers can reach",
         repair=f"launcher.bind={socket.gethostname()}, or its address on the cluster's private network",

@@ -21,6 +21,10 @@ class SegmentSource(Protocol):
     def release(self, name: str) -> None:
         """Undo one `open` that succeeded."""
 
+    def wait_for(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Wait until ranges (offset and length) of a segment that is still filling are there. Raise if they are not
+        soon, or never. Returns at once for a segment that is full."""
+
     def mapped(self, name: str) -> memoryview | None:
         """Return the memory of an open segment where the process has it mapped anyway; the view keeps it mapped."""
 

@@ -24,6 +24,7 @@ from forge.store.transports.tcp_server import ASK, DATA, ERROR, MAX_RANGES, READ
 
 STALL_S: Final = 60.0
 """How long a live peer may pause in the middle of a transfer."""
+_CONNECT_S: Final = 10.0
 _IN_FLIGHT: Final = 4
 """Requests that are sent ahead on one connection, so that the holder never waits for the next."""
 _LEAST_CHUNK: Final = 1 << 20
@@ -41,7 +42,7 @@ class Connection:
     """One connection. Requests may be sent ahead; answers come in their order. For one thread at a time."""
 
     def __init__(self, address: str, secret: bytes, *, stall_s: float) -> None:
-        self._sock = sockets.connect(address, secret)
+        self._sock = sockets.connect(address, secret, timeout_s=min(_CONNECT_S, stall_s))
         self.address = address
         # A peer that pauses is waited for as long as `stall_s` says; keepalive alone notices that a host has gone.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)

@@ -211,6 +211,8 @@ class DataServer:
             raise _bad_request(kind=kind, ranges=len(ranges), bytes=total, body=num_bytes)
         with contextlib.ExitStack() as pinned:
             try:
+                if kind == READ:
+                    self._segments.wait_for(name, ranges)
                 views = pinned.enter_context(self._views(name, ranges, writable=kind == WRITE))
             except Exception as error:  # noqa: BLE001 - raised in the process that asked
                 framing.discard(sock, num_bytes)  # what comes after it is the next request

@@ -4,9 +4,11 @@ const POINTS = 700;
 
 // The views of a run, with the place of their tabs: what each is called, and `make(run, place)`, which returns a part: its
 // `node`, and where it has them its `keys`, `close()`, `refresh()`, when the run is described anew, and `hear(status)`,
-// with each step. A file of a view adds its own. `isThere(description)` says whether a run has it.
+// with each step; and `turnTo(place)`, for another address of the same view. A file of a view adds its own.
+// `isThere(description)` says whether a run has it, `isEarly` that it needs nothing of what is asked for first.
 const VIEWS = {
   charts: { at: 0, label: 'Charts' },
+  rollouts: { at: 10, label: 'Rollouts', isEarly: true, make: (run, place) => new RolloutsView(run.id, place), isThere: ({ hasRollouts, status }) => hasRollouts || status.summary.kind !== 'fine-tuning' },
   configuration: { at: 40, label: 'Configuration', make: (run, place) => new ConfigurationView(run.id, run.runs, place) },
   events: { at: 50, label: 'Events', make: (run, place) => new EventsView(run, place) },
 };
@@ -27,11 +29,16 @@ class RunView {
 
   close() {
     this.isClosed = true;
-    this.part?.close?.();
     this.news?.close();
+    this.part?.close?.();
   }
 
   async begin(place) {
+    this.isBegun = VIEWS[this.view].isEarly === true;
+    if (this.isBegun) {
+      this.renderTabs();
+      this.renderPart(place);
+    }
     try {
       const [description] = await Promise.all([ask('run', { run: this.id }), this.loadTable()]);
       this.description = description;
@@ -42,8 +49,8 @@ class RunView {
     if (this.isClosed) return;
     this.board = new Board(this.table, { lazy: true });
     this.recall(place.query);
-    this.renderHead();
     this.renderTabs();
+    this.renderHead();
     this.renderView(place);
     this.board.listeners.push((board, change) => this.changed(change));
     if (this.board.range) this.loadDetail();
@@ -53,6 +60,7 @@ class RunView {
   // Shows why there is nothing. A run that has not begun yet is shown when it has.
   refuse(error) {
     this.news?.close();
+    this.part?.close?.();
     this.node.replaceChildren(refused(error));
     document.title = 'TorchForge';
     if (error.status !== 404) return;
@@ -173,7 +181,8 @@ class RunView {
   }
 
   renderTabs() {
-    const there = Object.entries(VIEWS).filter(([view, { isThere }]) => view === this.view || !isThere || isThere(this.description)).sort(([, one], [, other]) => one.at - other.at);
+    this.node.dataset.view = this.view;
+    const there = Object.entries(VIEWS).filter(([view, { isThere }]) => view === this.view || !isThere || (this.description && isThere(this.description))).sort(([, one], [, other]) => one.at - other.at);
     const text = there.map(([view]) => `${view}${view === this.view ? '!' : ''}`).join();
     if (text === this.tabText) return; // a link that is replaced loses the focus
     this.tabText = text;
@@ -184,6 +193,10 @@ class RunView {
 
   // Shows another view of the same run.
   turn(place) {
+    if (this.view === place.view && this.part?.turnTo) {
+      this.part.turnTo(place);
+      return;
+    }
     this.view = VIEWS[place.view] ? place.view : 'charts';
     if (!this.board) return;
     this.renderTabs();
@@ -192,13 +205,20 @@ class RunView {
   }
 
   renderView(place) {
+    const isThere = this.isBegun;
+    this.isBegun = false;
+    if (isThere) return;
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
+    this.renderPart(place);
+    if (!this.part) this.renderChartView();
+  }
+
+  renderPart(place) {
     this.part?.close?.();
     const { make: open } = VIEWS[this.view];
     this.part = open ? open(this, place) : null;
     if (this.part) this.body.replaceChildren(this.part.node);
-    else this.renderChartView();
   }
 
   // ---- Charts ----------------------------------------------------------------------------------------------------
@@ -210,7 +230,8 @@ class RunView {
     this.sections = make('div', { class: 'sections' });
     this.rest = make('div', {});
     const before = this.board.listeners.length;
-    const bar = toolBar(this.board, { more: [this.reading, this.filter] });
+    const jump = this.description.hasRollouts ? (step) => go(sampleLink(this.id, { step })) : null;
+    const bar = toolBar(this.board, { jump, more: [this.reading, this.filter] });
     this.board.listeners.slice(before).forEach((listener) => { listener.isOfView = true; });
     this.body.replaceChildren(bar, this.sections, this.rest);
     this.renderProgress();

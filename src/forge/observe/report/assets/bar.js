@@ -2,7 +2,7 @@
 
 function toolBar(board, { jump = null, more = [] } = {}) {
   const reading = make('span', { class: 'reading', 'data-test': 'reading', role: 'status' });
-  const go = make('button', { type: 'button', text: 'its samples ↓', hidden: true });
+  const go = make('button', { type: 'button', text: 'its samples', hidden: true });
   const reset = make('button', { type: 'button', text: 'whole run', hidden: true, on: { click: () => board.show({ range: null }) } });
   const slider = make('input', { type: 'range', min: 0, max: 0.95, step: 0.05, value: 0, 'aria-label': 'Smoothing' });
   slider.addEventListener('input', () => board.show({ smoothing: Number(slider.value) }));

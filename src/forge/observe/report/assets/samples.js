@@ -29,18 +29,11 @@ const KINDS = {
   } : {}),
 };
 
-function completionText(item) {
-  return item.pieces.length ? item.pieces.join('') : item.text || '';
-}
-
-function promptText(item) {
-  const prompt = data.samples.prompts[item.prompt];
-  return typeof prompt === 'string' ? prompt : prompt.map(({ content }) => content).join('\n');
-}
-
 class Samples {
   constructor() {
     this.items = data.samples.items;
+    const pool = { ...data.samples, maskTruncated: data.run.maskTruncated };
+    this.items.forEach((item) => { item.pool = pool; });
     this.steps = [...new Set(this.items.map(({ step }) => step))];
     this.state = { step: null, order: 'time', kind: 'all', low: null, high: null, query: '' };
     this.tokens = new TokenView();
@@ -188,10 +181,7 @@ class Samples {
       const known = this.items.map(({ reward }) => reward).filter((reward) => reward !== null);
       this.rewards = known.reduce(([low, high], reward) => [Math.min(low, reward), Math.max(high, reward)], [0, 0]);
     }
-    const [low, high] = this.rewards;
-    const bar = make('i', {});
-    bar.style.width = `${item.reward === null ? 0 : Math.round((100 * (item.reward - low)) / (high - low || 1))}%`;
-    return make('span', { class: 'meter' }, make('span', { class: 'track' }, bar), make('span', { text: figure(item.reward) }));
+    return rewardMeter(item.reward, this.rewards);
   }
 
   // ---- The chosen one --------------------------------------------------------------------------------------------
@@ -209,37 +199,14 @@ class Samples {
         make('h3', {}, `Step ${item.step} · group ${item.group} · sample ${item.index}`),
         make('div', { class: 'moves' }, this.button('← previous', () => this.move(-1), 'Previous sample'), this.position, this.button('next →', () => this.move(1), 'Next sample')),
       ),
-      this.facts(item),
-      this.siblings(item),
-      ...(isEpisode(item) ? [] : [make('h4', { text: 'Prompt' }), this.prompt(item)]),
-      ...(item.answer === null ? [] : [make('h4', { text: 'Answer' }), make('pre', { class: 'answer', text: item.answer })]),
+      sampleFacts(item),
+      this.siblings(item) || '',
+      ...questionNodes(item),
       make('h4', { text: isEpisode(item) ? 'Conversation' : 'Completion' }),
       completion,
-      make('h4', { text: 'Rewards' }),
-      this.parts(item),
-      isEpisode(item) ? statsTable(item) : '',
+      ...earningNodes(item),
     );
     this.tokens.show(item, completion);
-  }
-
-  facts(item) {
-    const ends = { stop: 'ended by itself', length: 'cut off by length', abort: 'cut short' };
-    const spans = isEpisode(item) ? versionCounts(item) : item.versions.map(([version, start, end]) => [version, end - start]);
-    const versions = spans.map(([version, count]) => `v${minus(String(version))} (${count} tokens)`).join(', ');
-    const told = [
-      ...(item.outcome === 'trained' ? [] : [['outcome', item.reason ? `${item.outcome}: ${item.reason}` : item.outcome]]),
-      ['reward', figure(item.reward), 'main'],
-      ['advantage', signed(item.advantage, 3), item.advantage > 0 ? 'up' : item.advantage < 0 ? 'down' : ''],
-      ...(isEpisode(item) ? episodeFacts(item) : [
-        ['tokens', `${item.numTokens}`],
-        ['prompt', item.numPromptTokens === null ? '–' : `${item.numPromptTokens} tokens`],
-        ['end', ends[item.finish] || item.finish],
-      ]),
-      ['weights', versions || '–'],
-      ['epoch', item.epoch ?? '–'],
-      ['prompt id', item.promptId],
-    ];
-    return make('dl', { class: 'chips' }, ...told.map(([name, value, kind]) => make('div', { class: kind || '' }, make('dt', { text: name }), make('dd', { text: value }))));
   }
 
   siblings(item) {
@@ -264,21 +231,5 @@ class Samples {
       this.apply({ kind: 'all', low: null, high: null, query: '', step: this.state.step === null ? null : item.step });
     }
     this.choose(item);
-  }
-
-  prompt(item) {
-    const prompt = data.samples.prompts[item.prompt];
-    if (typeof prompt === 'string') return make('pre', { class: 'prompt', text: prompt });
-    return make('div', { class: 'messages' }, ...prompt.map(({ role, content }) => make('div', { class: 'message' }, make('b', { text: role }), make('pre', { text: content }))));
-  }
-
-  parts(item) {
-    const rows = Object.entries(item.parts).map(([name, value]) => {
-      const failure = item.failures[name];
-      return make('tr', { class: failure ? 'failed' : '' }, make('th', { scope: 'row', text: name }), make('td', { text: figure(value) }), make('td', { class: 'why', text: failure || '' }));
-    });
-    Object.entries(item.failures).filter(([name]) => !(name in item.parts)).forEach(([name, why]) => rows.push(make('tr', { class: 'failed' }, make('th', { scope: 'row', text: name }), make('td', { text: '–' }), make('td', { class: 'why', text: why }))));
-    rows.push(make('tr', { class: 'sum' }, make('th', { scope: 'row', text: 'reward' }), make('td', { text: figure(item.reward) }), make('td', { class: 'why', text: rows.length && !isEpisode(item) ? 'the weighted sum' : '' })));
-    return make('table', { class: 'parts' }, make('tbody', {}, ...rows));
   }
 }

@@ -22,13 +22,13 @@ function isEpisode(item) {
   return Array.isArray(item.turns);
 }
 
-function turnMessages(turn) {
-  return turn.messages.map((number) => data.samples.messages[number]);
+function turnMessages(item, turn) {
+  return turn.messages.map((number) => item.pool.messages[number]);
 }
 
 // What was said and read in all turns, for the search.
 function conversationText(item) {
-  return item.turns.flatMap((turn) => [...turnMessages(turn).map(({ content }) => content), turn.context || '', turn.text || '']).join('\n');
+  return item.turns.flatMap((turn) => [...turnMessages(item, turn).map(({ content }) => content), turn.context || '', turn.text || '']).join('\n');
 }
 
 function versionsOf(item, turn) {
@@ -54,7 +54,7 @@ function leftOut(item, turn) {
   if (item.outcome !== 'trained') return 'its group was not trained on';
   const last = item.turns.filter(({ delivered }) => delivered).pop();
   const isCut = item.ending !== 'finished' || (last && last.finish === 'length');
-  return data.run.maskTruncated && isCut ? 'the episode was cut off' : null;
+  return item.pool.maskTruncated && isCut ? 'the episode was cut off' : null;
 }
 
 function maskOf(item, turn) {
@@ -88,7 +88,7 @@ class Conversation {
       'section', { class: `turn depth${Math.min(6, turn.path.length)}${turn.delivered ? '' : ' lost'}` },
       this.head(turn),
       ...this.joint(turn),
-      ...turnMessages(turn).map((message) => this.message(message)),
+      ...turnMessages(this.item, turn).map((message) => this.message(message)),
       make(
         'div', { class: `said${isCounted ? ' counted' : ''}` },
         make('div', { class: 'who' }, make('b', { text: turn.agent || 'assistant' }), make('small', { text: maskOf(this.item, turn) })),
