@@ -12,13 +12,10 @@ import pytest
 
 from forge.observe.fault_records import FaultFile, FaultRecord
 from forge.observe.jsonl import JsonlSink
-from forge.observe.trace_file import TraceFile
-from forge.observe.tracing import ORIGIN_NS, Process, Span
+from forge.observe.tracing import ORIGIN_NS
 from forge.ui.timeline_routes import MAX_DOWNLOADS
-from run_folders import make_grpo_run, write_metrics
+from run_folders import make_grpo_run, write_metrics, write_trace
 from ui_serving import Client, ui_client
-
-HOST = Process("host", 10, "controller")
 
 
 def with_ui(folder: Path, body: Callable[[Client], Awaitable[None]]) -> None:
@@ -27,13 +24,6 @@ def with_ui(folder: Path, body: Callable[[Client], Awaitable[None]]) -> None:
             await body(client)
 
     asyncio.run(inside())
-
-
-def write_trace(path: Path, count: int) -> None:
-    with TraceFile(path) as file:
-        for number in range(count):
-            start = ORIGIN_NS + number * 10**9
-            file.write([Span("train", start, start + 5 * 10**8, HOST, "Task", {"step": number})])
 
 
 @pytest.fixture
