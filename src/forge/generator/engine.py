@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 
 from forge.config import GenerationConfig, ModelConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, ForgeError, Overloaded
+from forge.observe.gauges import of_process
 from forge.registry import ENGINES
 from forge.types import Completion, Delta
 
@@ -231,6 +232,13 @@ class GenerationEngine(Protocol):
     async def close(self) -> None:
         """End everything that the engine started. Completions in progress finish as aborted."""
         ...
+
+
+def engine_gauges(engine: GenerationEngine) -> dict[str, float]:
+    """Return which version an engine serves, and how much it has to do, as gauges of this process."""
+    found = engine.stats()
+    open_now = {"running": found.num_running, "waiting": found.num_waiting, "cache": found.cache_used}
+    return of_process({"version": found.version, **open_now})
 
 
 # ---- Limits ----------------------------------------------------------------------------------------------------------
