@@ -24,7 +24,7 @@ SECRET = b"secret"
 STAMP = 77
 RANK = 3
 SIZE = HEADER + 4 * FIRST_CHUNK
-LIMIT_S = 600.0
+LIMIT_S = 300.0
 HEAD = Intervals.of([(HEADER, FIRST_CHUNK)])
 ALL = Intervals.of([(HEADER, SIZE - HEADER)])
 
@@ -240,7 +240,10 @@ def test_bytes_on_their_way_take_room(
         host.want(origin.record, ALL)
 
 
-def test_a_copy_that_is_dropped_ends_its_transfer(origin: Origin, hosts: tuple[Host, Host]) -> None:
+def test_a_copy_that_is_dropped_ends_its_transfer(
+    origin: Origin, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge.store.relay_sources.STALL_S", 2 * LIMIT_S)  # nothing else ends it
     host, _ = hosts
     origin.hold_back()
     wanted = host.want(origin.record)
