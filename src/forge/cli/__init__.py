@@ -19,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         chat,
         config,
         control,
+        diagnose,
         distill,
         doctor,
         download,
@@ -47,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    evaluating, serving = (ui, report, replay, history, eval, league), (distill, chat, serve)
+    evaluating, serving = (ui, report, diagnose, replay, history, eval, league), (distill, chat, serve)
     authoring = (config, import_config, algorithms, rewards, episode, env, template)
     running = (run, job, control, scale, hosts, chaos, plan)
     for module in (*running, *evaluating, *serving, *authoring, download, doctor, worker):
