@@ -94,9 +94,9 @@ def learning_rate_too_high(run: Evidence) -> Finding | None:
     broken = _first(_jump(entropies), _fall(run))
     if broken is None or broken > len(run.steps) - run.window or is_off_policy:  # or too late to tell
         return None
-    if max(norms[: broken + FIRST]) < _NORM_JUMP * usual or _has_recovered(run):
+    at = max(range(max(0, broken - FIRST), broken + FIRST), key=lambda place: norms[place])
+    if norms[at] < _NORM_JUMP * usual or _has_recovered(run):
         return None
-    at = max(range(min(len(norms), broken + FIRST)), key=lambda place: norms[place])
     evidence = [f"{GRAD_NORM} {usual:.3g} at first, {norms[at]:.3g} at step {run.steps[at]}"]
     around = slice(max(0, broken - 1), broken + 2)
     for name in (ENTROPY, REWARD_MEAN):
@@ -125,7 +125,8 @@ def _jump(entropies: Sequence[float]) -> int | None:
     """Return the first place where entropy is several times that of the first steps."""
     if len(entropies) < _FEWEST_STEPS:
         return None
-    limit = max(_ENTROPY_JUMP * entropies[0], entropies[0] + 0.1)
+    usual = statistics.median(entropies[:FIRST])
+    limit = max(_ENTROPY_JUMP * usual, usual + 0.1)
     return next((place for place, value in enumerate(entropies) if value > limit), None)
 
 

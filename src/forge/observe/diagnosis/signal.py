@@ -15,6 +15,8 @@ _ALL_ZERO = "rollout/no_signal/all_zero"
 _NEARLY_ALL = 0.9
 _MOST = 0.5
 _MANY = 0.3
+_FEWEST_STEPS = 20
+"""Steps before it is said that a reward does not rise."""
 
 
 def nothing_to_learn_from(run: Evidence) -> Finding | None:
@@ -80,7 +82,7 @@ def completions_cut_off(run: Evidence) -> Finding | None:
     reward, truncated = run.trend(REWARD_MEAN), run.trend(_TRUNCATED)
     if reward is None or truncated is None or truncated.last < _MANY:
         return None
-    if reward.change > 0 and reward.is_significant():
+    if reward.change > 0 and (reward.is_significant() or len(run.steps) < _FEWEST_STEPS):
         return None
     evidence = [moved(_TRUNCATED, truncated), moved(REWARD_MEAN, reward)]
     if (length := run.trend("rollout/length_mean")) is not None:
