@@ -142,7 +142,8 @@ class MetricsConfig(ConfigModel):
         "that read it so.",
     )
     progress: bool | None = Field(
-        default=None, description="Whether a progress bar is shown; null for yes on a terminal."
+        default=None,
+        description="Whether progress is shown; null for yes on a terminal and in a notebook.",
     )
     jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")

@@ -128,7 +128,7 @@ async def _attempt(plan: GRPOPlan, stop: Stop, restarts: Restarts) -> GRPOResult
     async with run(plan.config.launcher):
         workers = await stop.unless(start_planned(plan))
         if workers is None:
-            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
+            return GRPOResult.not_started(plan.resume_step, exit_code=stop.exit_code, folder=run_dir(plan.config))
         loop = restarts.begin(GRPOLoop(plan, workers, make_source(plan, workers), stop=stop), plan)
         try:
             result = await loop.run()
@@ -430,6 +430,7 @@ class GRPOLoop:
             export=export,
             report=self._end(),
             exit_code=self._stop.exit_code,
+            folder=run_dir(self._config),
         )
 
     def _end(self) -> Path | None:

@@ -312,7 +312,7 @@ class SupervisedLoop:
         return self._result(is_stopped=True, exit_code=self.stop.exit_code)
 
     def _result(self, **how: Any) -> SupervisedResult:
-        ended = {"export": None, "validation_metrics": self._validation_metrics, **how}
+        ended = {"export": None, "validation_metrics": self._validation_metrics, "folder": run_dir(self._config), **how}
         return SupervisedResult(self._step, self._loss, self._validation_loss, self._best, **ended)
 
     # ---- Metrics --------------------------------------------------------------------------------------------------
