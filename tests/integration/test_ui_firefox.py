@@ -10,7 +10,7 @@ import pytest
 from agent_folders import make_agent_run
 from firefox import FirefoxPage, find_firefox, open_firefox
 from forge.ui.server import UiOptions, serve_ui
-from run_folders import make_grpo_run
+from run_folders import make_grpo_run, write_system, write_trace
 from ui_serving import LIMIT_S, OFTEN_S
 
 pytestmark = pytest.mark.skipif(find_firefox() is None, reason="no firefox-esr or firefox on PATH")
@@ -22,6 +22,11 @@ READY = {
     "/run/grpo?view=rollouts&sort=gap": "document.querySelector('.detail .token')",
     "/run/agents?view=rollouts&side=1": "document.querySelectorAll('.abreast .column').length === 2",
     "/run/grpo?view=configuration": "document.querySelector('.settings dt')",
+    "/run/grpo?view=timeline": "document.querySelector('[data-test=totals] td')",
+    "/run/grpo?view=system": "document.querySelector('.chart .dot')",
+    "/run/grpo?view=control": "document.querySelector('[data-test=inactive]')?.innerText.includes('no commands')",
+    "/compare?run=grpo&run=agents": "document.querySelectorAll('.chart .line').length > 3",
+    "/compare?run=grpo&run=agents&view=values": "document.querySelector('[data-test=values] td')",
 }
 
 
@@ -36,6 +41,13 @@ async def walk(page: FirefoxPage, base_url: str) -> None:
         await page.press("t")  # dark, and light again
         colours.append(await page.ask("getComputedStyle(document.body).backgroundColor"))
     assert colours[0] != colours[1]
+    await page.open(f"{base_url}/run/grpo?view=timeline", width=1400)
+    await page.until("document.querySelector('[data-test=totals] td')")
+    await page.ask("document.querySelector('.timeline').focus()")
+    await page.press("+")
+    await page.until("/[?&]t=[0-9]/.test(location.search)")
+    await page.press(".")
+    await page.until("document.querySelector('[data-test=span]')?.innerText.includes('step')")
     await page.open(f"{base_url}/run/grpo?view=rollouts&outcome=trained", width=1400)
     await page.until("document.querySelector('[data-test=position]')?.innerText === '1 of 80'")
     await page.press("j")
@@ -50,11 +62,13 @@ async def walk(page: FirefoxPage, base_url: str) -> None:
 
 
 def test_every_view_at_two_widths_with_keys(tmp_path: Path) -> None:
-    make_grpo_run(tmp_path / "runs" / "grpo", num_steps=10)
+    folder = make_grpo_run(tmp_path / "runs" / "grpo", num_steps=10)
+    write_trace(folder / "trace.json", 10)
+    write_system(folder / "system.jsonl", 10)
     make_agent_run(tmp_path / "runs" / "agents")
 
     async def inside() -> None:
-        options = UiOptions(tmp_path / "runs", interval_s=OFTEN_S)
+        options = UiOptions(tmp_path / "runs", interval_s=OFTEN_S, control=True)
         async with asyncio.timeout(LIMIT_S), serve_ui(options) as ui, open_firefox(tmp_path / "browser") as page:
             await page.open(ui.url())
             await page.until("document.querySelector('[data-run]')")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 GYMNASIUM: Final = ("gymnasium==1.4.0",)
+JUPYTER: Final = ("ipykernel==7.4.0", "jupyter-client==8.10.0")
 KUBERNETES_VALIDATE: Final = ("kubernetes-validate==1.37.0",)
 LM_EVAL: Final = ("lm-eval[api]==0.4.13", "transformers>=5.16.1,<5.20")
 MCP: Final = ("mcp==2.3.0",)
@@ -22,6 +23,7 @@ VERIFIERS: Final = ("verifiers==0.4.0",)
 
 ALL: Final = (
     GYMNASIUM,
+    JUPYTER,
     KUBERNETES_VALIDATE,
     LM_EVAL,
     MCP,

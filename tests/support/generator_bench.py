@@ -50,8 +50,8 @@ class Bench:
 
         return self._runner.run(limited())
 
-    async def open(self) -> None:
-        limits: dict[str, Any] = {"max_seq_len": 2048, "max_batch": MAX_BATCH, "max_queue": MAX_QUEUE}
+    async def open(self, **settings: Any) -> None:
+        limits: dict[str, Any] = {"max_seq_len": 2048, "max_batch": MAX_BATCH, "max_queue": MAX_QUEUE} | settings
         made_from = config(FIRST, engine=self.name, kv_cache_gb=0.1, **limits)
         if self.name == "native":
             self.engine: GenerationEngine = native_engine(made_from)

@@ -74,7 +74,7 @@ class StandInTrainer:
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None: ...
 
     async def state(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "device_name": "cpu", "compute_dtype": "float32", "num_ranks": 1}
 
     async def close(self) -> None: ...
 

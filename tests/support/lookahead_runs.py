@@ -81,7 +81,7 @@ class Run:
 
     def sleep_and_wake(self) -> None:
         self.batching.release()
-        self.batching.runner.restore()
+        self.batching.runners.restore()
 
     def go_on(self, plan: list[tuple[int, Do]], *, times: list[int] | None = None) -> None:
         """Do each thing that is planned so many steps after the one before, or at `times`; then go on to the end."""

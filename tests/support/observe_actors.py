@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from forge import ForgeActor, endpoint
 from forge.observe import Reduce, is_tracing, record_metric, span
+from forge.observe.fault_records import record_fault
+from forge.observe.gauges import add_gauges, of_process
 from forge.runtime.collect import collect
 
 REDUCES = {"mean": Reduce.MEAN, "std": Reduce.STD, "max": Reduce.MAX, "min": Reduce.MIN, "sum": Reduce.SUM}
@@ -60,3 +62,25 @@ class Family(ForgeActor):
     @endpoint
     async def take(self) -> dict[str, float]:
         return (await collect(timeout_s=300.0)).metrics
+
+
+class Ailing(ForgeActor):
+    """Has a gauge, notices faults, and multiplies matrices."""
+
+    @endpoint
+    async def setup(self) -> None:
+        self.level = 7.0
+        add_gauges(self, lambda own: of_process({"level": own.level}))
+
+    @endpoint(concurrent=True)
+    async def fail(self) -> None:
+        try:
+            int("seven")
+        except ValueError as error:
+            record_fault("test", error, where="a number")
+
+    @endpoint
+    def multiply(self) -> float:
+        import torch
+
+        return float(torch.mm(torch.ones(8, 8), torch.ones(8, 8)).sum())

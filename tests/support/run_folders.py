@@ -11,6 +11,8 @@ from pathlib import Path
 
 from forge.config import RecordConfig
 from forge.observe import JsonlSink
+from forge.observe.trace_file import TraceFile
+from forge.observe.tracing import ORIGIN_NS, Process, Span
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.signal import NoSignalGroup
 from forge.types import Completion, Episode, Group, Score, Task, VersionSpan
@@ -109,6 +111,7 @@ def rollout_values(skill: float, step: int, chance: random.Random) -> dict[str, 
         "time/other": 0.01 + 0.01 * chance.random(),
         "sync/seconds": 0.018 + 0.01 * chance.random(),
         "sync/stall_s": 0.004 + 0.002 * chance.random(),
+        "sync/received_mib": 0.0,
     }
 
 
@@ -244,3 +247,21 @@ def make_sft_run(folder: Path, *, num_steps: int = 80) -> Path:
             sink.write(step, {"validation/loss": 0.5 + 3 * math.exp(-step / 20), "validation/best": True})
     sink.close()
     return folder
+
+
+def write_trace(path: Path, count: int, *, process: str = "controller") -> None:
+    """A trace in which a process trains for half of each of the first seconds."""
+    own = Process("host", 10, process)
+    with TraceFile(path) as file:
+        for number in range(count):
+            start = ORIGIN_NS + number * 10**9
+            file.write([Span("train", start, start + 5 * 10**8, own, "Task", {"step": number})])
+
+
+def write_system(path: Path, num_steps: int) -> None:
+    """What two processes used at each step."""
+    sink = JsonlSink(path)
+    for step in range(1, num_steps + 1):
+        values = {"cpu/trainer[0]": 1.0 + step % 3, "memory_gib/trainer[0]": 2.0, "version/generator[0]": step - 1}
+        sink.write(step, values)
+    sink.close()

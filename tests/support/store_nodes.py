@@ -267,15 +267,15 @@ class Commands:
 
     def throttle(self, pause_s: float) -> None:
         """Pause before each chunk that this process gets from another host."""
-        from forge.store.relay_sources import SourceStream
+        from forge.store.relay_copies import RelayCopy
 
-        read: Any = SourceStream.read
+        read: Any = RelayCopy.read
 
-        def paused(stream: Any, chunk: Any) -> None:
+        def paused(copy: Any, *args: Any) -> Any:
             time.sleep(pause_s)
-            read(stream, chunk)
+            return read(copy, *args)
 
-        SourceStream.read = paused  # type: ignore[method-assign]
+        RelayCopy.read = paused  # type: ignore[method-assign]
 
     def held(self) -> dict[str, int]:
         """What this process holds: segments that it has open, mappings of them, connections, and threads that relay."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from aiohttp import ClientResponse, ClientSession
 
@@ -36,10 +37,14 @@ class Client:
         query = {name: str(value) for name, value in parameters.items()}
         return self.http.get(f"{self.ui.base_url}{path}", params=query, headers=self._headers)
 
-    @asynccontextmanager
-    async def events(self, **parameters: object) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+    def events(self, **parameters: object) -> AbstractAsyncContextManager[Callable[[str], Awaitable[Any]]]:
         """Yield a function that returns the next event of a name."""
-        async with self.raw("/api/events", **parameters) as answer:
+        return self.events_of(urlencode(parameters))
+
+    @asynccontextmanager
+    async def events_of(self, query: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+        """The same for a query, in which a name may come several times."""
+        async with self.raw(f"/api/events?{query}") as answer:
             assert answer.status == 200, await answer.text()
 
             async def following(name: str) -> Any:

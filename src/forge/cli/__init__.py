@@ -21,6 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
         config,
         control,
         copy,
+        diagnose,
         distill,
         doctor,
         download,
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    evaluating, serving = (ui, report, replay, history, eval, league), (distill, chat, serve)
+    evaluating, serving = (ui, report, diagnose, replay, history, eval, league), (distill, chat, serve)
     authoring = (config, import_config, algorithms, rewards, episode, env, template)
     beginning = (quickstart, recipes, copy)
     running = (run, job, control, scale, hosts, chaos, plan)

@@ -1,4 +1,4 @@
-"""`forge control RUN [show | stop | save | evaluate | set KEY=VALUE …]`: commands for a run that is running."""
+"""`forge control RUN [show | stop | save | evaluate | profile | set KEY=VALUE …]`: commands for a live run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `control`."""
     parser = subparsers.add_parser(
         "control",
-        help="show, stop, save, evaluate or change a run that is running",
-        description="Show where a running run is, let it stop, save or evaluate after the step in progress, or change "
-        "its learning rate, and in reinforcement learning its sampling temperature, staleness and groups per batch. "
+        help="show, stop, save, evaluate, profile or change a run that is running",
+        description="Show where a running run is, let it stop, save or evaluate after the step in progress, profile "
+        "the step after it, or change its learning rate, and in reinforcement learning its sampling temperature, "
+        "staleness and groups per batch. "
         "Changes are recorded: a resume, and forge replay, make them again at the same steps.",
         epilog="example: forge control runs/first set training.learning_rate=5e-6 generator.sampling.temperature=0.8",
     )
@@ -32,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="?",
         default="show",
         choices=tuple(_ACTIONS),
-        help="show (default), stop, save, evaluate or set",
+        help="show (default), stop, save, evaluate, profile or set",
     )
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="for set: the keys with their new values")
     parser.add_argument(
@@ -101,6 +102,14 @@ def _evaluate(run: RunClient, values: Mapping[str, Any]) -> Found:
     return {"step": found.step, "evaluation": dict(found.values)}, [f"after step {found.step}: {shown}"]
 
 
+def _profile(run: RunClient, values: Mapping[str, Any]) -> Found:
+    profiled = run.profile()
+    lines = [f"step {profiled.step}: {path}" for path in profiled.files]
+    lines += [f"no profile of {name}: {why}" for name, why in profiled.failed.items()]
+    reply = {"step": profiled.step, "files": [str(path) for path in profiled.files], "failed": dict(profiled.failed)}
+    return reply, lines
+
+
 def _numbers(values: Mapping[str, Any]) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for name, value in values.items():
@@ -126,6 +135,7 @@ _ACTIONS: Final[Mapping[str, Callable[[RunClient, Mapping[str, Any]], Found]]] =
     "stop": _stop,
     "save": _save,
     "evaluate": _evaluate,
+    "profile": _profile,
     "set": _set,
 }
 

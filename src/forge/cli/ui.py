@@ -27,7 +27,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show the runs of a folder in a browser, live",
         description="Serve every run in RUNS_DIR, and in the folders below it, to a browser: which are running, their "
         "curves as they grow, their configuration. It reads the runs' own files and writes none, so it also shows "
-        "runs of other machines over a shared folder, and runs that were killed. Ctrl-C ends it.",
+        "runs of other machines over a shared folder, and runs that were killed. With --control, the page also sends "
+        "commands to runs of this machine and user. Ctrl-C ends it.",
         epilog="example: forge ui runs",
     )
     parser.add_argument(
@@ -42,6 +43,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tls-cert", metavar="FILE", type=Path, help="certificate for HTTPS, PEM")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="its private key, PEM")
     parser.add_argument("--insecure", action="store_true", help="allow plain HTTP on an address other than loopback")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="let the page stop, save, evaluate, profile and change runs of this machine and user",
+    )
     parser.add_argument("--until", metavar="PID", type=int, help="end when this process ends")
     parser.add_argument("--stays", action="store_true", help=argparse.SUPPRESS)  # of `forge run --keep-ui`
     add_log_flags(parser)
@@ -64,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
         insecure=arguments.insecure,
+        control=arguments.control,
     )
     return asyncio.run(serve_until_stopped(options, arguments))
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from forge.config.adapter import AdapterConfig
 from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, PathText, broken_rule
 from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
+from forge.config.speculation import SpeculationConfig
 from forge.errors import ConfigError
 from forge.registry import ENGINES
 
@@ -246,6 +247,11 @@ class GenerationConfig(ConfigModel):
         description="Memory of all loaded adapters, in GiB; on a GPU the KV cache leaves it free. Null: no limit of "
         "its own, and the KV cache leaves what those of `adapters` need. Only with `engine: native`.",
     )
+    speculation: SpeculationConfig | None = Field(
+        default=None,
+        description="Guesses of the next tokens, several of which one step checks; null for none. Completions have the "
+        "same tokens and logprobs with and without. Only with `engine: native`.",
+    )
     engine_args: Mapping[str, Any] = Field(
         default_factory=FrozenDict,
         description="Arguments of vLLM's engine by name, such as {gpu_memory_utilization: 0.8}. They override ours.",
@@ -265,7 +271,7 @@ class GenerationConfig(ConfigModel):
     def _check_engine(self) -> Self:
         try:
             bounds = (self.pinned_versions, self.max_adapter_gb)
-            asks = bool(self.engine_args or self.adapters) or any(bounds) or ":" in self.engine
+            asks = bool(self.engine_args or self.adapters or self.speculation) or any(bounds) or ":" in self.engine
             declared = self.capabilities if asks else None
         except ConfigError as error:
             raise broken_rule(f"{error.message}: {error.rule}", repair=str(error.repair), key="engine") from error
@@ -275,6 +281,9 @@ class GenerationConfig(ConfigModel):
         if declared is not None and self.pinned_versions is not None and not declared.pinned_versions:
             rule = "needs an engine that serves several versions of the weights, such as `native`"
             raise broken_rule(rule, repair="set engine: native, or remove it", key="pinned_versions")
+        if declared is not None and self.speculation is not None and not declared.speculation:
+            rule = "needs an engine that checks drafts itself, such as `native`; vLLM takes engine_args"
+            raise broken_rule(rule, repair="set engine: native, or engine_args.speculative_config", key="speculation")
         if declared is not None and self.adapters and not declared.adapters:
             rule = "needs an engine that serves adapters, such as `native`"
             raise broken_rule(rule, repair="set engine: native, or remove it", key="adapters")

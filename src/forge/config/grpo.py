@@ -15,6 +15,7 @@ from forge.config.curriculum import CurriculumConfig, check_reward_name
 from forge.config.episodes import EpisodeConfig
 from forge.config.generator import PolicyGeneratorConfig
 from forge.config.prompts import EvaluationConfig, PromptsConfig
+from forge.config.record import ObserveConfig
 from forge.config.recovery import RecoveryConfig
 from forge.config.replay import ReplayRecordConfig
 from forge.config.rewards import RewardsConfig
@@ -123,7 +124,7 @@ class GRPOWorkersConfig(ConfigModel):
     )
 
 
-class RecordConfig(ConfigModel):
+class RecordConfig(ObserveConfig):
     """What is recorded of rollouts."""
 
     rollouts: Literal["all", "some", "none"] = Field(
@@ -135,7 +136,6 @@ class RecordConfig(ConfigModel):
     trainer_logprobs: bool = Field(
         default=True, description="Whether the trainer's logprobs are recorded next to the sampler's."
     )
-    trace: bool = Field(default=True, description="Whether trace.json is written, which shows what waited for what.")
     report: bool = Field(default=True, description="Whether report.html is written when the run ends.")
     replay: ReplayRecordConfig = Field(
         default_factory=ReplayRecordConfig, description="What is recorded to replay steps."

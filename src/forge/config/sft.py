@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.adapter import AdapterConfig
 from forge.config.base import ConfigModel, FrozenDict, LossName, Name, PathText, SinkName, broken_rule
+from forge.config.record import ObserveConfig
 from forge.config.recovery import RecoveryConfig
 from forge.config.schema import ForgeConfig, WorkerConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig, check_base_dtype
@@ -144,8 +145,8 @@ class MetricsConfig(ConfigModel):
     )
     progress: bool | None = Field(
         default=None,
-        description="Whether progress is shown: null for a panel on a terminal, and lines while the run starts "
-        "elsewhere; false for nothing; true for a bar where there is no terminal.",
+        description="Whether progress is shown: null for a panel on a terminal, charts in a notebook, and lines while the "
+        "run starts elsewhere; false for nothing; true for a bar where there is no terminal.",
     )
     jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
@@ -202,6 +203,7 @@ class SupervisedConfig(ForgeConfig):
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
     workers: SFTWorkersConfig = Field(default_factory=SFTWorkersConfig, description="The processes of each worker.")
+    record: ObserveConfig = Field(default_factory=ObserveConfig, description="What is written down of processes.")
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

@@ -24,11 +24,13 @@ from forge.generator.engine import (
     UpdateReport,
     check_split,
     engine_class,
+    engine_gauges,
     most_open,
 )
 from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
+from forge.observe.gauges import add_gauges
 from forge.observe.phases import phase
 from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
@@ -103,6 +105,7 @@ class Generator(ForgeActor):
         with phase("starting the engine"):
             await self._engine.start()
         self._adapters = NamedAdapters(self.config, self._engine)
+        add_gauges(self._engine, engine_gauges)
         if self._capabilities.adapters:
             await self._adapters.start()
         from forge.store import Weights

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 
 from forge.config import GenerationConfig, ModelConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, ForgeError, Overloaded
+from forge.observe.gauges import of_process
 from forge.registry import ENGINES
 from forge.types import Completion, Delta
 
@@ -31,6 +32,7 @@ class EngineCapabilities:
         pinned_versions: serves pinned versions beside the live weights: it follows `Request.version` and has
             `unload_version`.
         scores_tempered: `score` takes other temperatures than 1.
+        speculation: follows `generator.speculation`.
         reserves_gpu_share: takes `generator.gpu_memory_share` of the whole GPU when it starts. Other engines apply the
             share to their cache only, and can size it to what a trainer on the same GPU leaves free.
     """
@@ -45,6 +47,7 @@ class EngineCapabilities:
     top_logprobs: bool = False
     pinned_versions: bool = False
     scores_tempered: bool = False
+    speculation: bool = False
     reserves_gpu_share: bool = False
 
 
@@ -110,6 +113,7 @@ class UpdateReport:
         num_attempts: how often it was tried.
         num_aborted: completions that it cut short.
         canary: the largest difference of a logprob from the trainer's; None where it was not compared.
+        received_bytes: bytes that came from other hosts for it. Replicas on one host share what comes.
     """
 
     version: int
@@ -119,6 +123,7 @@ class UpdateReport:
     num_attempts: int = 1
     num_aborted: int = 0
     canary: float | None = None
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,13 @@ class GenerationEngine(Protocol):
     async def close(self) -> None:
         """End everything that the engine started. Completions in progress finish as aborted."""
         ...
+
+
+def engine_gauges(engine: GenerationEngine) -> dict[str, float]:
+    """Return which version an engine serves, and how much it has to do, as gauges of this process."""
+    found = engine.stats()
+    open_now = {"running": found.num_running, "waiting": found.num_waiting, "cache": found.cache_used}
+    return of_process({"version": found.version, **open_now})
 
 
 # ---- Limits ----------------------------------------------------------------------------------------------------------

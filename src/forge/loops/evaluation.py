@@ -15,6 +15,7 @@ from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, Pro
 from forge.loops.evals.statistics import pass_at_k
 from forge.loops.waits import Waits, Work
 from forge.observe import span
+from forge.observe.notebook.results import evaluation_facts, table_html
 from forge.rollout.episode_source import EpisodeSource
 from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
 from forge.types import Episode, Group, Score, Task
@@ -75,6 +76,9 @@ class Evaluation:
             metrics["evaluation/num_faults"] = float(sum(self.faults.values()))
             metrics |= {f"evaluation/faults/{kind}": float(count) for kind, count in self.faults.items()}
         return metrics | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
+
+    def _repr_html_(self) -> str:
+        return table_html(evaluation_facts(self.values()))
 
 
 AttemptFunction = Callable[[int, Task], Awaitable[list[Episode]]]

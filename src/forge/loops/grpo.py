@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig, save
 from forge.envs.episode import EpisodeProgram
-from forge.errors import NonFiniteError, RecordError, RolloutError, SaveError, StepAbandoned
+from forge.errors import NonFiniteError, RecordError, RolloutError, StepAbandoned
 from forge.generator.engine import UpdateReport
 from forge.loops.agents import agent_credit
 from forge.loops.bound_versions import BoundVersions
@@ -35,9 +35,10 @@ from forge.loops.evaluation import RunEvaluations, make_evaluator
 from forge.loops.grpo_control import GRPOControl
 from forge.loops.league import run_league
 from forge.loops.learning import Learner
+from forge.loops.observing import tracing
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
-from forge.loops.recording import Records, tracing
+from forge.loops.recording import Records
 from forge.loops.restarting import run_with_restarts
 from forge.loops.results import GRPOResult
 from forge.loops.resuming import (
@@ -102,7 +103,11 @@ async def run_grpo(
         shown.open_files()
         shown.monitor.begin_steps(step=plan.resume_step, total=plan.num_steps)
         with tracing(config.record.trace):  # before workers start: they inherit it
-            return await run_with_restarts(plan, lambda plan, workers, stop: GRPOLoop(plan, workers, stop=stop))
+            return await run_with_restarts(plan, _make_loop)
+
+
+def _make_loop(plan: GRPOPlan, workers: Workers, stop: Stop) -> GRPOLoop:
+    return GRPOLoop(plan, workers, make_source(plan, workers), stop=stop)
 
 
 class GRPOLoop:
@@ -176,7 +181,7 @@ class GRPOLoop:
             async with self._control.open():
                 await self._train_with_rollouts()
         except RecordError:
-            await self._complete_save()
+            await self.learner.complete_save()
             raise
         return await self._finish()
 
@@ -239,6 +244,7 @@ class GRPOLoop:
     async def _train(self) -> None:
         while not self._is_done():
             self._clock.restart()
+            await self._control.profiles.begin(self._step + 1)
             taken = await self._next_batch()
             if taken is None:
                 if not self._stop.is_asked:
@@ -258,6 +264,7 @@ class GRPOLoop:
             note_started()
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
+            await self._control.profiles.end()
             if is_due(self._step, self._config.evaluation.interval):
                 await self._evaluate()
             await self._control.commands.carry_out("evaluate", self._evaluate_now)
@@ -374,13 +381,6 @@ class GRPOLoop:
         self._last_save = (self._step, self._evaluations.step)
         self._save_rule.saved()
 
-    async def _complete_save(self) -> None:
-        """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
-        try:
-            await self._workers.trainer.wait_saved()
-        except SaveError as error:
-            _log.warning("%s", error)
-
     async def _finish(self) -> GRPOResult:
         assert self._records is not None
         if self._config.evaluation.at_end and not self._stop.is_asked:
@@ -403,6 +403,7 @@ class GRPOLoop:
             export=export,
             report=self._end(),
             exit_code=self._stop.exit_code,
+            folder=run_dir(self._config),
         )
 
     def _end(self) -> Path | None:
@@ -410,11 +411,13 @@ class GRPOLoop:
         assert self._records is not None
         return self._records.end(self._step + 1, dropped=self._buffer.uncommitted_drops)
 
-    def close(self) -> None:
-        """Write what is left to write, however the run ended, and close the records."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Write what is left to write, and what ended the run if something did, and close the records."""
         if self._records is None:
             return
         try:
+            if failure is not None:
+                self._records.note_end(failure)
             if self._has_begun and not self._records.is_ended and (report := self._end()) is not None:
                 _log.warning("the run ended early; report: %s", report)
         finally:

@@ -24,6 +24,7 @@ from forge.loops.run_hosts import RunHosts
 from forge.loops.run_paths import run_dir
 from forge.loops.scaling import RunScaling
 from forge.loops.step_commands import StepCommands
+from forge.loops.step_profiles import StepProfiles
 from forge.loops.waits import Waits
 from forge.rollout.buffer import ReplayBuffer
 
@@ -68,6 +69,7 @@ class GRPOControl:
             describe=self._describe,
             refuse_evaluation=self._refuse_evaluation,
         )
+        self.profiles = StepProfiles(plan.config.record.profile, folder, commands=self.commands)
 
     def begin(self, *, is_resumed: bool, saved: Mapping[str, Any] | None) -> GRPOConfig:
         """Take on the settings that hold at the step which the run starts after, and return the configuration with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GRPOConfig
+from forge.errors import SaveError
 from forge.loops.critic import Critic, in_warmup, policy_steps
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import checkpoint_dir
+from forge.loops.utilization import Utilization
 from forge.loops.workers import Workers
 from forge.observe.sink import Value
 from forge.rollout.agent_credit import AgentCredit
@@ -24,6 +27,8 @@ from forge.types import Batch, Group, StepResult
 
 if TYPE_CHECKING:
     from forge.losses import Loss
+
+_log = logging.getLogger("forge.grpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +103,16 @@ class Learner:
         self.learned: LearnedBatch | None = None
         """What the last step learned from."""
         self._next_rate: float | None = None
+        self._utilization: Utilization | None = None
+        self._mfu: float | None = None
         self._shares_gpu = plan.run.critic is not None and plan.run.critic.is_beside and plan.run.critic.on_gpu
 
     def take_metrics(self) -> dict[str, Value]:
         """Return what the critic found in the last step, if there is one, and what recovery has cost since the last."""
         values: dict[str, Value] = {} if self._critic is None else dict(self._critic.metrics)
         restart, self._restart = self._restart, {}
+        if self._mfu is not None:
+            values["train/mfu"] = self._mfu
         return values | add_up([restart, *(trainer.take_metrics() for trainer in self._trainers)])
 
     def note_restart(self, metrics: Mapping[str, float]) -> None:
@@ -133,6 +142,7 @@ class Learner:
         with_advantages, batch = self._rule.batch(valued)
         self.batch, rate = batch, self._next_rate
         result = await self._steps(batch, valued, step=step, learning_rate=rate)
+        self._mfu = self._utilization_of(batch, result)
         critic = None if self._critic is None else self._critic.record(valued)
         self.learned = LearnedBatch(batch, rate, critic)
         self._credit.learned_from(groups)
@@ -142,6 +152,13 @@ class Learner:
                 await self._workers.critic.release_memory()
         await self._workers.policy.wake()
         return with_advantages, result
+
+    def _utilization_of(self, batch: Batch, result: StepResult) -> float | None:
+        """Return which part of the peak of its devices the policy's trainer used; None where that is not known."""
+        if self._utilization is None or not result.num_tokens or result.seconds <= 0:
+            return None
+        rate = result.num_tokens * self._plan.config.rollout.iterations / result.seconds
+        return self._utilization.of(batch.lengths, rate)
 
     async def _steps(
         self, batch: Batch, valued: Sequence[Group], *, step: int, learning_rate: float | None
@@ -226,9 +243,17 @@ class Learner:
         parts = await self._critic.save(checkpoint_dir(config), step=step)
         await trainer.save(extra=extra, metric=metric, parts=parts, step=step * config.rollout.iterations)
 
+    async def complete_save(self) -> None:
+        """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
+        try:
+            await self._workers.trainer.wait_saved()
+        except SaveError as error:
+            _log.warning("%s", error)
+
     async def load(self, resume: str) -> dict[str, Any] | None:
         """Resume from a checkpoint, and return what was saved with it as `extra`; None to start anew."""
         extra = await self._workers.trainer.load(resume)
+        self._utilization = Utilization(self._plan.trainer.model, await self._workers.trainer.state())
         if extra is not None and self._critic is not None:
             assert self._plan.checkpoint is not None
             await self._critic.load(self._plan.checkpoint, step=int(extra["step"]))

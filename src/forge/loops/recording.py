@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError
+from forge.loops.observing import RunObserver
 from forge.loops.planning import GRPOPlan
 from forge.loops.replay.session import describe_session
 from forge.loops.resuming import kept_steps
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.sample_tables import sample_table
-from forge.observe import is_tracing, make_sinks, switch_tracing
+from forge.observe import make_sinks
 from forge.observe.sink import Value
-from forge.observe.trace_file import TraceFile
-from forge.observe.tracing import drain_trace
 from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.rollouter import Prompts
@@ -25,25 +23,11 @@ from forge.rollout.samples import logprobs_by_episode
 from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.rollout.step_log import FOLDER, StepLog
 from forge.rollout.step_record import LearnedBatch
-from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
-
-
-@contextmanager
-def tracing(is_on: bool) -> Iterator[None]:
-    """Switch tracing on or off inside the block, and forget the spans that are left at its end."""
-    was_on = is_tracing()
-    switch_tracing(is_on)
-    try:
-        yield
-    finally:
-        switch_tracing(was_on)
-        if not was_on:
-            drain_trace()
 
 
 class Records:
@@ -82,7 +66,7 @@ class Records:
                 kept_checkpoints=lambda: kept_steps(checkpoint_dir(config)),
                 resume_step=resume_step,
             )
-        self._trace = TraceFile(self._folder / "trace.json", resume_step=resume_step) if config.record.trace else None
+        self._observer = RunObserver(self._folder, config.record, resume_step=resume_step)
         self._log = make_sinks(
             config.metrics,
             folder=self._folder,
@@ -145,15 +129,15 @@ class Records:
 
     async def metrics(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the metrics of a step, with whatever any process recorded since the last."""
-        observed = await collect()
-        self._log.write(step, {**values, **observed.metrics})
-        if self._trace is not None:
-            self._trace.write(observed.spans)
+        self._log.write(step, {**values, **await self._observer.after_step(step)})
 
     async def last_spans(self) -> None:
         """Write what was traced since the last metrics, while everyone is still there to be asked."""
-        if self._trace is not None:
-            self._trace.write((await collect()).spans)
+        await self._observer.last_spans()
+
+    def note_end(self, failure: BaseException) -> None:
+        """Write what ended the run."""
+        self._observer.note_end(failure)
 
     def end(self, step: int, *, dropped: Iterable[tuple[int, DropReason]]) -> Path | None:
         """Write the last lines of the ledger and the report, once. A run that has failed already, perhaps for want of
@@ -186,6 +170,5 @@ class Records:
                 self._step_log.close()
             except ForgeError as error:  # something else may have ended the run
                 _log.warning("the last steps cannot be replayed: %s", error)
-        if self._trace is not None:
-            self._trace.close()
+        self._observer.close()
         self._lock.release()

@@ -8,7 +8,6 @@ whose replicas died too often. The run does what `--resume` does: groups since t
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from forge.loops.planning import GRPOPlan, episode_options
 from forge.loops.preflight import check_grpo
 from forge.loops.results import GRPOResult
 from forge.loops.resuming import saved_step, where_it_stopped
-from forge.loops.run_paths import checkpoint_dir, crash_dir
+from forge.loops.run_paths import checkpoint_dir, crash_dir, run_dir
 from forge.loops.stopping import Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
 from forge.observe.clock import monotonic_s
@@ -60,12 +59,15 @@ async def _attempt(plan: GRPOPlan, restarts: Restarts, *, stop: Stop, make_loop:
     async with run(plan.config.launcher):
         workers = await stop.unless(start_planned(plan))
         if workers is None:
-            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
+            return GRPOResult.not_started(plan.resume_step, exit_code=stop.exit_code, folder=run_dir(plan.config))
         loop = restarts.begin(make_loop(plan, workers, stop), plan)
         try:
-            return await loop.run()
-        finally:
-            loop.close()
+            result = await loop.run()
+        except BaseException as failure:
+            loop.close(failure)
+            raise
+        loop.close()
+        return result
 
 
 class Restarts:

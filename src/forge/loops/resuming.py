@@ -20,6 +20,7 @@ from forge.errors import CheckpointError, ConfigError
 from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
 from forge.observe import read_jsonl
 from forge.observe.clock import monotonic_s
+from forge.observe.notebook import is_notebook
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -311,5 +312,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def where_it_stopped(step: int, folder: Path) -> str:
     """Say after which step a run ended, and what `--resume` continues after."""
     saved = saved_step(folder)
-    kept = "there is no checkpoint yet" if saved is None else f"--resume continues after step {saved}"
+    option = "checkpointing.resume=auto" if is_notebook() else "--resume"
+    kept = "there is no checkpoint yet" if saved is None else f"{option} continues after step {saved}"
     return f"stopped after step {step}; {kept}"

@@ -17,6 +17,7 @@ from forge.loops.run_paths import journal_dir
 from forge.loops.step_metrics import StepMetrics
 from forge.loops.waits import Work
 from forge.loops.workers import Workers
+from forge.observe.fault_records import record_fault
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.curriculum import Curriculum
 from forge.rollout.episode_source import EpisodeSource
@@ -173,10 +174,12 @@ class RolloutRunner:
             group = await self._source.roll_out(number, oldest_version=self._buffer.oldest_version)
         except PromptError as error:
             _log.warning("group %d is dropped: %s", number, error)
+            record_fault("group", error, where=f"group {number}, which is dropped")
             self._buffer.drop(number, "refused")
             return
         except GroupFailed as error:
             _log.warning("group %d is dropped: %s", number, error)
+            record_fault("group", error, where=f"group {number}, which is dropped")
             self._buffer.drop(number, "failed")
             return
         except (ActorFailure, EngineDead, CallTimeout) as error:
@@ -184,6 +187,7 @@ class RolloutRunner:
             if self._tries[number] > self._plan.rollout.max_task_retries:
                 raise
             _log.warning("group %d is requeued: %s", number, error.message)
+            record_fault("group", error, where=f"group {number}, which is requeued")
             self._buffer.requeue(number)
             return
         if self._source.curriculum is not None:

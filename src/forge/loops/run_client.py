@@ -110,6 +110,15 @@ class LiveEvaluation:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ProfiledStep:
+    """The profiles of a step: the files, and which processes have none, with the reason."""
+
+    step: int
+    files: tuple[Path, ...]
+    failed: Mapping[str, str]
+
+
 class RunClient:
     """Commands for a run that is running on this machine.
 
@@ -118,7 +127,7 @@ class RunClient:
     Args:
         folder: the run's folder.
         timeout_s: how long an answer may take; None for no limit. `set`, `save` and `evaluate` are answered after the
-            step in progress.
+            step in progress, `profile` after the next one.
 
     Example:
         >>> run = RunClient("runs/first")
@@ -154,6 +163,11 @@ class RunClient:
         """Save after the step in progress. Returns when the checkpoint is complete."""
         reply = self.ask("save")
         return SavedCheckpoint(reply["step"], Path(reply["checkpoint"]))
+
+    def profile(self) -> ProfiledStep:
+        """Profile the step after the one in progress. Returns when its profiles are written."""
+        reply = self.ask("profile")
+        return ProfiledStep(reply["profiled_step"], tuple(map(Path, reply["files"])), reply["failed"])
 
     def evaluate(self) -> LiveEvaluation:
         """Evaluate after the step in progress. Returns what was found."""

@@ -22,6 +22,7 @@ from forge.errors import MISSING, ConfigError, ForgeError, OptionError
 _log = logging.getLogger("forge.loops")
 SOCKET_NAME: Final = "control.sock"
 _MAX_LINE: Final = 65_536
+_MAX_REPLY: Final = 1 << 22
 _LAST_ANSWERS_S: Final = 5.0
 """How long a run that ends gives the commands that it has just answered to send their answers."""
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -173,7 +174,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, timeout_s: float | None
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, _in_folder(folder) as path:
             connection.settimeout(timeout_s)
             connection.connect(path)
-            connection.sendall(json.dumps(dict(request)).encode() + b"\n")
+            connection.sendall(_encoded(request))
             line = connection.makefile("rb").readline()
     except TimeoutError:
         raise RunRefused(
@@ -185,6 +186,31 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, timeout_s: float | None
         ) from None
     except OSError as error:
         raise _not_active(folder, error) from None
+    return _reply(folder, line)
+
+
+async def ask_run_soon(folder: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Do what `ask_run` does without blocking the event loop. When it is cancelled, the run carries the command out all
+    the same."""
+    try:
+        with _in_folder(folder) as path:
+            reader, writer = await asyncio.open_unix_connection(path, limit=_MAX_REPLY)
+        try:
+            writer.write(_encoded(request))
+            await writer.drain()
+            line = await reader.readline()
+        finally:
+            writer.close()
+    except OSError as error:
+        raise _not_active(folder, error) from None
+    return _reply(folder, line)
+
+
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(request)).encode() + b"\n"
+
+
+def _reply(folder: Path, line: bytes) -> Mapping[str, Any]:
     if not line:
         raise _not_active(folder, None)
     reply: Mapping[str, Any] = json.loads(line)

@@ -1,7 +1,7 @@
 """Commands on a live run that are carried out between two of its steps, whatever kind of run it is.
 
 `show` and `stop` are answered at once. `set`, `evaluate` and `save` wait for the end of the step in progress, and are
-answered when they are done.
+answered when they are done; `profile` waits for the end of the step after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Asked:
 
 
 class StepCommands:
-    """The commands `show`, `stop`, `set`, `evaluate` and `save` of one run. All calls are made on the loop's thread.
+    """The commands `show`, `stop`, `set`, `evaluate`, `save` and `profile` of one run. All calls are made on the loop's
+    thread.
 
     Args:
         settings: what `set` changes.
@@ -51,7 +52,7 @@ class StepCommands:
     ) -> None:
         self._settings, self._stop, self._step, self._describe = settings, stop, step, describe
         self._refuse_evaluation = refuse_evaluation
-        self._waiting: dict[str, list[_Asked]] = {"set": [], "evaluate": [], "save": []}
+        self._waiting: dict[str, list[_Asked]] = {"set": [], "evaluate": [], "save": [], "profile": []}
         self._end: ForgeError | None = None
 
     @property
@@ -63,6 +64,7 @@ class StepCommands:
             "set": self._ask_to_set,
             "evaluate": self._ask_to_evaluate,
             "save": self._ask_to_save,
+            "profile": self._ask_to_profile,
         }
 
     # ---- Requests ---------------------------------------------------------------------------------------------------
@@ -106,6 +108,9 @@ class StepCommands:
 
     async def _ask_to_save(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return await self._between_steps("save", request)
+
+    async def _ask_to_profile(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self._between_steps("profile", request)
 
     async def _between_steps(self, name: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._end is not None:

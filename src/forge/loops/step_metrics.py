@@ -84,6 +84,7 @@ class StepMetrics:
             self._sync = {
                 "sync/seconds": max(report.seconds for report in reports),
                 "sync/stall_s": max(report.stall_s for report in reports),
+                "sync/received_mib": sum(report.received_bytes for report in reports) / 2**20,
                 **({"sync/canary": max(canaries)} if canaries else {}),
             }
 

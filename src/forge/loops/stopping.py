@@ -1,7 +1,7 @@
 """Stop a run on a signal, and wait for work that can be interrupted.
 
 The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks a run to finish its step, save and end; the second ends it at once.
-The exit code is 128 plus the signal's number.
+The exit code is 128 plus the signal's number. The SIGINT of a notebook is its "interrupt the kernel".
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from forge.observe.notebook import is_notebook, without_groups
+
 T = TypeVar("T")
 _log = logging.getLogger("forge.loops")
 
@@ -29,6 +31,14 @@ _COPY_S: Final = 3.0
 that come within this time of the first are not a second request."""
 SUPERVISOR_VARIABLE: Final = "FORGE_SUPERVISOR"
 """Names the process of `forge run --supervise`, in the run that it has started."""
+
+
+class RunInterrupted(asyncio.CancelledError):
+    """A run in a notebook was ended at once, by a second interrupt. It is a cancellation, as every interrupt of a
+    kernel is; the cell shows this text and no traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
 
 
 class Stop:
@@ -160,7 +170,7 @@ class _Listener:
         self._before: dict[signal.Signals, Any] = {}
         self._first_at = 0.0
         self._timer: threading.Timer | None = None
-        self.is_late = False
+        self.is_late = self._is_closed = False
         self.second: signal.Signals | None = None
 
     def open(self) -> None:
@@ -170,6 +180,7 @@ class _Listener:
             self._before[number] = signal.signal(number, self._received)
 
     def close(self) -> None:
+        self._is_closed = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._timer is not None:
@@ -177,6 +188,10 @@ class _Listener:
 
     def _received(self, value: int, frame: FrameType | None) -> None:
         number = signal.Signals(value)
+        if self._is_closed:  # a kernel puts handlers back that it found when a cell began
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+            return
         if number is signal.SIGHUP:
             self._leave_terminal()
         if self._stop.signal is None:
@@ -200,7 +215,9 @@ class _Listener:
         return self._is_rank or (number in _SCHEDULED and SUPERVISOR_VARIABLE in os.environ)
 
     def _ask(self, number: signal.Signals) -> None:
-        again = "press Ctrl-C again" if number is signal.SIGINT else "send another signal"
+        again = "send another signal"
+        if number is signal.SIGINT:
+            again = "interrupt the kernel again" if is_notebook() else "press Ctrl-C again"
         _log.warning("stopping on %s: %s; %s to end at once", number.name, self._save_hint, again)
         self._stop.ask(number)
 
@@ -228,7 +245,8 @@ class _Listener:
 async def stopped_by_signals(
     *, save_hint: str, grace_s: float | None = None, is_rank: bool = False
 ) -> AsyncIterator[tuple[Stop, Callable[[], bool]]]:
-    """Let SIGINT, SIGTERM and SIGHUP ask the run to end, inside the block; a second one ends it, with SystemExit.
+    """Let SIGINT, SIGTERM and SIGHUP ask the run to end, inside the block; a second one ends it, with SystemExit, or in
+    a notebook, which lives on, with `RunInterrupted`.
 
     Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals
     are heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.
@@ -242,8 +260,14 @@ async def stopped_by_signals(
     try:
         yield stop, lambda: listener.is_late
     except asyncio.CancelledError:
+        if listener.second is signal.SIGINT and is_notebook():
+            raise RunInterrupted("the run was ended at once, by a second interrupt") from None
         if listener.second is not None:
             raise SystemExit(128 + listener.second) from None
+        raise
+    except Exception as error:
+        if is_notebook():
+            without_groups(error)
         raise
     finally:
         listener.close()

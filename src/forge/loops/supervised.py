@@ -21,6 +21,7 @@ from typing import Any
 
 from forge.config import SupervisedConfig, save
 from forge.errors import ActorFailure, NonFiniteError, ServiceStopped, StepAbandoned
+from forge.loops.observing import RunObserver, tracing
 from forge.loops.preflight import PreparedRun, prepare_supervised
 from forge.loops.results import SupervisedResult
 from forge.loops.resuming import SaveRule, newest_checkpoint, report_changes, saved_name, where_it_stopped
@@ -30,13 +31,13 @@ from forge.loops.runtime_changes import is_continued
 from forge.loops.showing import shown_run
 from forge.loops.stopping import Stop, stopped_by_signals
 from forge.loops.supervised_control import SupervisedControl
+from forge.loops.utilization import Utilization
 from forge.loops.waits import SAVING, TRAINING, Work
-from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
     Throughput,
-    device_peak_flops,
     make_sinks,
+    span,
     step_values,
 )
 from forge.observe.clock import monotonic_s
@@ -66,6 +67,7 @@ async def run_supervised(config: SupervisedConfig, *, clock: Callable[[], float]
         with phase("reading model and data"):
             prepared = stack.enter_context(prepare_supervised(config))
         shown.open_files(is_leader=is_leader)
+        stack.enter_context(tracing(config.record.trace))  # before workers start: they inherit it
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
         async with stopped_by_signals(save_hint=hint, grace_s=grace_s, is_rank=is_rank()) as (stop, is_late):
             loop = SupervisedLoop(config, prepared, stop=stop, clock=clock)
@@ -98,8 +100,8 @@ async def _drive(
         reference = prepared.kind.open_reference(config, prepared, trainer, should_stop=lambda: stop.is_asked)
         async with reference as complete:
             result = _not_started(loop) if complete is None else await loop.run(trainer, complete)
-    except BaseException:
-        loop.close()
+    except BaseException as failure:
+        loop.close(failure)
         with contextlib.suppress(ActorFailure, ServiceStopped):  # of a lost trainer; what it died of is raised
             await trainer.close()
         raise
@@ -142,8 +144,8 @@ class SupervisedLoop:
         self._saved_settings: Mapping[str, Any] | None = None
         self._control = SupervisedControl(config, prepared, stop=stop, step=lambda: self._step)
         self._throughput = Throughput()
-        self._peak_flops: float | None = None
-        self._num_devices = 1
+        self._utilization: Utilization | None = None
+        self._observer: RunObserver | None = None
 
     @property
     def step(self) -> int:
@@ -156,23 +158,27 @@ class SupervisedLoop:
         resumed = await self._resume()
         self._open_log(resume_step=self._step if resumed else None)
         await self._control.begin(trainer)
-        state = await self._trainer.state()
-        self._num_devices = state["num_ranks"]
-        self._peak_flops = device_peak_flops(state["device_name"], state["compute_dtype"])
+        self._utilization = Utilization(self._trainer_config.model, await self._trainer.state())
         self._throughput = Throughput()
         self._save_rule.saved()
         async with self._control.open():
-            return await self._train_all()
+            result = await self._train_all()
+        if self._observer is not None:
+            await self._observer.last_spans()
+        return result
 
     async def _train_all(self) -> SupervisedResult:
         for batch, position in self._batches():
             # Only now it is known that the last step was not the end, where validation comes first.
             if await self._between_steps(position):
                 return await self._stopped()
+            await self._control.profiles.begin(self._step + 1)
             result = await self._train(await self._complete(batch), position)
             if result is None:
                 return await self._stopped()
             self._write_step(result, batch)
+            await self._observe()
+            await self._control.profiles.end()
             if schedules.is_due(self._step, self._config.validation.interval):
                 await self._validate()
         return await self._finish()
@@ -216,7 +222,7 @@ class SupervisedLoop:
         """Take a step; None if there was no time for it. Then the state before it is saved."""
         try:
             training = self._trainer.train_step(batch, **self._control.step_options)
-            with self._control.waits.shown(TRAINING):
+            with self._control.waits.shown(TRAINING), span("train", step=self._step):
                 result = await self.stop.in_time(training, self._trainer.abandon_step)
         except StepAbandoned:
             if self._trainer.is_leader:
@@ -244,7 +250,7 @@ class SupervisedLoop:
         sums = _Sums()
         count = None if total is None else lambda: (sums.num_batches, max(total.total, sums.num_batches))
         work = Work("the validation", "validating", "first validation", count, "batches")
-        with self._throughput.paused(), waits.shown(work):
+        with self._throughput.paused(), waits.shown(work), span("validate"):
             loader.rewind()
             for batch in loader:
                 if await self._is_asked():
@@ -265,7 +271,7 @@ class SupervisedLoop:
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        with self._throughput.paused(), self._control.waits.shown(SAVING):
+        with self._throughput.paused(), self._control.waits.shown(SAVING), span("save", step=self._step):
             extra = {
                 **saved_name(self._kind.name),
                 "data": position or self._loaders.train.state_dict(),
@@ -320,7 +326,7 @@ class SupervisedLoop:
         return self._result(is_stopped=True, exit_code=self.stop.exit_code)
 
     def _result(self, **how: Any) -> SupervisedResult:
-        ended = {"export": None, "validation_metrics": self._validation_metrics, **how}
+        ended = {"export": None, "validation_metrics": self._validation_metrics, "folder": run_dir(self._config), **how}
         return SupervisedResult(self._step, self._loss, self._validation_loss, self._best, **ended)
 
     # ---- Metrics --------------------------------------------------------------------------------------------------
@@ -346,6 +352,7 @@ class SupervisedLoop:
                 total_steps=self._trainer_config.total_steps,
                 num_epochs=self._config.training.num_epochs,
             )
+            self._observer = RunObserver(folder, self._config.record, resume_step=resume_step)
 
     def _write_step(self, result: StepResult, batch: Batch) -> None:
         self._throughput.add(result.num_tokens)
@@ -358,20 +365,16 @@ class SupervisedLoop:
             result,
             epoch=self._loaders.train.epoch + 1,
             tokens_per_s=rate,
-            mfu=self._utilization(batch, rate),
+            mfu=None if self._utilization is None else self._utilization.of(batch.lengths, rate),
         )
         self._write({**values, **self._trainer.take_metrics()})
 
-    def _utilization(self, batch: Batch, rate: float | None) -> float | None:
-        """Return which part of the devices' peak goes into the model, where the peak is known."""
-        if self._peak_flops is None:
-            return None
-        return model_flops_utilization(
-            rate,
-            flops_per_token=flops_per_token(self._trainer_config.model, mean_context(batch.lengths)),
-            peak_flops=self._peak_flops,
-            num_devices=self._num_devices,
-        )
+    async def _observe(self) -> None:
+        """Write what processes have recorded since the last step, and how they are."""
+        if self._observer is not None:
+            recorded = await self._observer.after_step(self._step)
+            if recorded:
+                self._write(recorded)
 
     def _write(self, values: Mapping[str, Value]) -> None:
         if self._log is not None:
@@ -382,8 +385,12 @@ class SupervisedLoop:
         if os.environ.get("RANK", "0") == "0" or not is_rank():
             self._logger.warning("%s", where_it_stopped(self._step, checkpoint_dir(self._config)))
 
-    def close(self) -> None:
-        """Close the metrics' files."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Write what ended the run, if something did, and close the files."""
+        if self._observer is not None:
+            if failure is not None:
+                self._observer.note_end(failure)
+            self._observer.close()
         if self._log is not None:
             self._log.close()
         if self._lock is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -18,9 +19,10 @@ from forge.loops.preflight import PreparedRun
 from forge.loops.run_control import RunCommands, listening
 from forge.loops.run_paths import run_dir
 from forge.loops.step_commands import Action, StepCommands
+from forge.loops.step_profiles import StepProfiles
 from forge.loops.stopping import Stop
 from forge.loops.waits import Waits
-from forge.trainer.handles import TrainerHandle
+from forge.trainer.handles import TrainerHandle, is_rank
 
 _TURNS: Final = 8
 """Turns of the event loop between two steps: enough for a command to be accepted, read and noted."""
@@ -62,6 +64,8 @@ class SupervisedControl:
         self._commands = StepCommands(
             self.settings, stop=stop, step=step, describe=self._describe, refuse_evaluation=self._refuse_evaluation
         )
+        rank = f"-rank{os.environ['RANK']}" if is_rank() else ""
+        self.profiles = StepProfiles(config.record.profile, run_dir(config), commands=self._commands, suffix=rank)
 
     async def begin(self, trainer: TrainerHandle) -> None:
         """Take on the leader's settings, after it has called `settings.begin`."""

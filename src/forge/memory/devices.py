@@ -323,6 +323,9 @@ def _trainer_host(run: ResolvedRun, job: TrainerJob) -> list[Part]:
     if run.num_versions and (run.is_spread or not run.trainer_on_gpu):
         size = run.num_versions * job.published_item * run.published_weights
         parts.append(Part("published weights", size, f"{run.num_versions} versions", owner="store"))
+    if run.num_relays:
+        size = run.num_relays * run.published_item * run.published_weights
+        parts.append(Part("received weights", size, f"a version on {run.num_relays} other host(s)", owner="store"))
     if run.num_members:
         size = run.num_members * run.published_item * run.published_weights
         parts.append(Part("league", size, f"at most {run.num_members} versions of the policy", owner="store"))

@@ -13,6 +13,7 @@ from forge.generator.native.cache_size import (
     pages_in_turns,
     pages_on_cpu,
     pages_on_gpu,
+    resolved_draft,
     step_work,
 )
 from forge.generator.vllm.lora_arguments import num_slot_weights
@@ -96,7 +97,7 @@ def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """
     if job.config.capabilities.reserves_gpu_share:
         return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
-    guest = {"weights", "rotary tables", "CUDA graphs", "pinned versions", "adapters"}
+    guest = {"weights", "rotary tables", "CUDA graphs", "pinned versions", "adapters", "draft model"}
     kept = guest if job.is_guest else {"CUDA context", "CUDA graphs"}
     return tuple(part for part in _native_parts(job) if part.name in kept)
 
@@ -115,7 +116,14 @@ def cache_need(job: GeneratorJob) -> CacheNeed:
     """What the cache is for, as `forge.generator.native.runner` counts it."""
     pages = -(-job.max_seq_len // PAGE_TOKENS)
     item = 1 if job.config.kv_cache_dtype == "fp8" else job.item if job.on_gpu else 4
-    return CacheNeed(page_bytes(job.sizes, item), pages + 1, pages + 1 + pages * job.config.max_batch)
+    draft = _draft_facts(job)
+    each = page_bytes(job.sizes, item) + (0 if draft is None else page_bytes(Sizes.of(draft), item))
+    return CacheNeed(each, pages + 1, pages + 1 + pages * job.config.max_batch)
+
+
+def _draft_facts(job: GeneratorJob) -> ModelConfig | None:
+    found = resolved_draft(job.config)
+    return None if found is None else found.architecture
 
 
 def _native_parts(job: GeneratorJob) -> tuple[Part, ...]:
@@ -130,6 +138,9 @@ def _native_parts(job: GeneratorJob) -> tuple[Part, ...]:
     if adapters := adapter_bytes(job.config, job.facts, item=job.item):
         why = "generator.max_adapter_gb" if job.config.max_adapter_gb else f"{len(job.config.adapters)} loaded"
         others.append(Part("adapters", adapters, why))
+    if draft := _draft_facts(job):
+        work = step_work(draft, job.config, item=job.item, on_gpu=job.on_gpu)
+        others.append(Part("draft model", Sizes.of(draft).total * job.item + work.graphs, "generator.speculation"))
     cache = _native_cache(job, sum(part.num_bytes for part in others))
     return (*others, cache, *_working_parts(job))
 

@@ -89,6 +89,7 @@ class ResolvedRun:
         published_dtype: what weights are published in: bfloat16 or float16 where that is what generators make of them,
             which halves the bytes that are kept and sent; None for what the trainer keeps them in.
         is_spread: whether processes are on several hosts, so that published weights go to host memory.
+        num_relays: hosts that have a copy of the weights for the generators on them, at most.
         group_size, share_prompts: how much attention repeats of what is shared.
         entropy: whether the loss needs the gradient of entropies.
         reads_logprobs: whether the loss reads logprobs of tokens, so that logits may wait for the backward pass.
@@ -127,6 +128,7 @@ class ResolvedRun:
     num_resident: int = 0
     published_dtype: Literal["bfloat16", "float16"] | None = None
     is_spread: bool = False
+    num_relays: int = 0
     group_size: int = 1
     share_prompts: bool = False
     completion_tokens: int = 0
@@ -281,6 +283,7 @@ def _read_grpo(config: GRPOConfig, base: ResolvedRun, card: Card | None, notes: 
         num_resident=_num_resident(config, notes, on_gpu=generator_on_gpu),
         published_dtype=asked if asked in ("bfloat16", "float16") else None,
         is_spread=config.launcher.kind != "local" or (config.distributed.hosts or 1) > 1 or config.store.volumes > 0,
+        num_relays=_num_relays(config),
         group_size=config.rollout.group_size,
         share_prompts=config.rollout.share_prompts,
         completion_tokens=completion_tokens,
@@ -295,6 +298,19 @@ def _read_grpo(config: GRPOConfig, base: ResolvedRun, card: Card | None, notes: 
         return resolved
     most = max_league_versions(league, resolved.published_item * resolved.published_weights)
     return replace(resolved, num_members=most)
+
+
+def _num_relays(config: GRPOConfig) -> int:
+    """Return how many hosts may get the weights from another one, for all generators on them."""
+    hosts = {
+        "local": 1,
+        "hosts": len(config.launcher.hosts),
+        "slurm": config.launcher.slurm.nodes,
+        "kubernetes": config.launcher.kubernetes.num_hosts,
+    }
+    if config.placement == "shared" or config.store.distribution == "direct":
+        return 0
+    return min(hosts[config.launcher.kind] - 1, config.generator.num_replicas)
 
 
 def _critic(config: GRPOConfig, policy: ModelConfig, card: Card | None, notes: list[str]) -> ResolvedCritic:

@@ -218,7 +218,11 @@ def make_sinks(
         raise
     # Last, so that a bar is drawn only when everything else is open.
     from forge.observe.console import ConsoleSink
+    from forge.observe.notebook import NotebookSink, is_notebook
 
+    if is_notebook() and config.progress is not False:
+        sinks["console"] = NotebookSink(name=name, total_steps=total_steps, resume_step=resume_step)
+        return MetricsLog(sinks)
     sinks["console"] = ConsoleSink(
         log_interval=config.log_interval,
         style=config.console,

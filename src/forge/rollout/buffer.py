@@ -34,6 +34,7 @@ from typing import Any, Final, Literal
 from forge.config import RolloutConfig
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import CheckpointError
+from forge.observe.gauges import add_gauges
 from forge.rollout.agent_credit import AgentCredit
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.signal import DropReason, NoSignalGroup, NoSignalTally, Reason, SignalTest
@@ -117,6 +118,15 @@ class ReplayBuffer:
         self._dropped: list[Scored] = []
         self._uncommitted: TakenBatch | None = None
         self._news: asyncio.Future[None] | None = None
+        add_gauges(self, ReplayBuffer._gauges)
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "buffer/ready": self.num_ready,
+            "buffer/in_flight": len(self._in_flight),
+            "buffer/requeued": len(self._queue),
+            "version/served": self.version,
+        }
 
     # ---- Rollouts -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from forge.config import EpisodeConfig
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, GroupFailed, RolloutError
 from forge.observe import span
+from forge.observe.fault_records import record_fault
 from forge.rollout.agent_policies import Seat
 from forge.rollout.agent_views import with_results
 from forge.rollout.episode_worker import Added
@@ -166,6 +167,7 @@ class EpisodeSource(RolloutProgress):
                 kind = error.kind if isinstance(error, Fault) else "worker"
                 faults[kind] += 1
                 _log.warning("%s ended in a fault (%s): %s", what, kind, error.message)
+                record_fault("episode", error, where=what)
                 if num_left == 0:
                     raise
                 num_left -= 1

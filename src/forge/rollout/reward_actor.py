@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge.config.rewards import OverlongConfig, RewardConfig, RewardsConfig
 from forge.errors import ConfigError
 from forge.observe import span
+from forge.observe.fault_records import record_fault
 from forge.rewards import is_served, judge_messages, judge_score, model_score
 from forge.rollout.reward_worker_main import as_number, explain
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
@@ -106,8 +108,8 @@ class RewardActor(ForgeActor):
         failures: dict[str, str] = {}
         for function, answer in zip(functions, answers, strict=True):
             parts[function.label] = answer if isinstance(answer, float) else 0.0
-            if isinstance(answer, str):
-                failures[function.label] = answer
+            if isinstance(answer, RewardFailed):
+                failures[function.label] = answer.message
                 self._count(function.label, prompt, answer)
         reward = sum(function.weight * parts[function.label] for function in functions)
         unshaped = sum(function.weight * parts[function.label] for function in self.config.task_functions)
@@ -117,16 +119,18 @@ class RewardActor(ForgeActor):
         self._num_scored += 1
         return Score(reward, parts, failures, unshaped=unshaped)
 
-    def _count(self, name: str, prompt: Task, reason: str) -> None:
+    def _count(self, name: str, prompt: Task, failure: RewardFailed) -> None:
         self._num_failures[name] += 1
         number = self._num_failures[name]
         if number & (number - 1) == 0:  # the first, second, fourth, eighth, …: seen, and never a flood
-            _log.warning("the reward %s failed for prompt %s (failure %d of it): %s", name, prompt.id, number, reason)
+            text = f"the reward {name} failed for prompt {prompt.id} (failure {number} of it)"
+            _log.warning("%s: %s", text, failure.message)
+            record_fault("reward", failure.message, where=text, trace=failure.traceback)
 
     async def _part(
         self, function: RewardConfig, prompt: Task, completion: Completion, *, payload: bytes
-    ) -> float | str:
-        """The reward, or as text why there is none."""
+    ) -> float | RewardFailed:
+        """The reward, or why there is none."""
         try:
             if function.kind == "judge":
                 return await self._ask_judge(function, prompt, completion)
@@ -136,9 +140,9 @@ class RewardActor(ForgeActor):
             place = self._places[function.label]
             return await self._workers.call(place, payload=payload, timeout_s=function.timeout_s)
         except RewardFailed as failure:
-            return failure.message
+            return failure
         except Exception as error:  # noqa: BLE001 - a service that failed is a reward that failed
-            return explain(error)
+            return RewardFailed(explain(error), traceback="".join(traceback.format_exception(error)))
 
     async def _ask_judge(self, function: RewardConfig, prompt: Task, completion: Completion) -> float:
         judge = self._judge

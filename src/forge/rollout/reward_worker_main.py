@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +32,8 @@ SETUP, CALL, REPLY = 1, 2, 3
 """The kinds of frames: which functions to import, a call (its number is that of the function), and a reply."""
 
 _MOST_CHARACTERS = 2000
+Answer = tuple[bool, float | str, str]
+"""Whether there is a number; the number, or why there is none; and then the traceback."""
 
 
 def main() -> None:
@@ -75,10 +78,10 @@ def _serve(line: socket.socket) -> None:
 
         functions = [partial(find(kind), **args) for kind, args in asked]
     except BaseException as error:  # noqa: BLE001 - whatever a user's module does on import, the parent says it
-        _send(line, (False, explain(error)))
+        _send(line, (False, explain(error), _traceback_of(error)))
         return
     process = os.getpid()
-    _send(line, (True, float(process)))
+    _send(line, (True, float(process), ""))
     while (call := framing.receive(line)) is not None:
         answer = _answer(functions[call[1]], call[2])
         if os.getpid() != process:  # a reward forked and came back twice
@@ -86,11 +89,18 @@ def _serve(line: socket.socket) -> None:
         _send(line, answer)
 
 
-def _answer(function: partial[float], payload: bytes) -> tuple[bool, float | str]:
+def _answer(function: partial[float], payload: bytes) -> Answer:
     try:
-        return True, as_number(function(*pickle.loads(payload)))
+        return True, as_number(function(*pickle.loads(payload))), ""
     except BaseException as error:  # noqa: BLE001 - also an exit request: the call fails, and the worker continues
-        return False, explain(error)
+        return False, explain(error), _traceback_of(error)
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-_MOST_CHARACTERS * 4 :]
+    except Exception as fault:  # noqa: BLE001 - of an error that cannot be shown
+        return f"it has no traceback: {type(fault).__name__}"
 
 
 def as_number(value: Any) -> float:
@@ -117,7 +127,7 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def _send(line: socket.socket, answer: tuple[bool, float | str]) -> None:
+def _send(line: socket.socket, answer: Answer) -> None:
     framing.send(line, REPLY, 0, pickle.dumps(answer))
 
 

@@ -31,6 +31,11 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NU
 class RewardFailed(ForgeError, RuntimeError):
     """A reward has no number for a completion: it raised, took too long, or its process died."""
 
+    def __init__(self, message: str, *, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+        """That of the reward's process, where it raised."""
+
 
 class RewardWorkers:
     """A fixed number of worker processes that run the same functions.
@@ -216,9 +221,9 @@ class _Worker:
         except BaseException:  # no caller waits any more: an answer would be taken for that of the next call
             await asyncio.shield(self.end())
             raise
-        is_number, value = pickle.loads(data)
+        is_number, value, traceback = pickle.loads(data)
         if not is_number:
-            raise RewardFailed(value)
+            raise RewardFailed(value, traceback=traceback)
         return float(value)
 
     def end(self) -> asyncio.Task[str]:

@@ -174,11 +174,20 @@ class MeshActor(_Base):
         dispatcher.outbox(caller).send(call_id, True, dispatcher.num_served)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_observations(self, port: Any, caller: int, call_id: int, tracing: bool, timeout_s: float) -> None:
-        """Send the metrics and spans of this process since the last call; see `forge.runtime.collect`."""
+    async def _forge_observations(
+        self, port: Any, caller: int, call_id: int, tracing: bool, timeout_s: float, use: bool
+    ) -> None:
+        """Send what this process has recorded since the last call, and how it is; see `forge.runtime.collect`."""
         from forge.runtime.collect import answer
 
-        answer(self._forge_dispatcher().outbox(caller), call_id, tracing=tracing, timeout_s=timeout_s)
+        answer(self._forge_dispatcher().outbox(caller), call_id, tracing=tracing, timeout_s=timeout_s, use=use)
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_profile(self, port: Any, caller: int, call_id: int, options: Any) -> None:
+        """Start to profile this process, or with None send the profile; see `forge.runtime.profiling`."""
+        from forge.runtime.profiling import answer_profile
+
+        answer_profile(self._forge_dispatcher().outbox(caller), call_id, options)
 
     async def __supervise__(self, failure: Any) -> bool:
         return note_fault(failure)

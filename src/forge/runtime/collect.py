@@ -14,8 +14,11 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from forge.observe.fault_records import FaultRecord
 from forge.observe.metrics import Partials, drain_metrics, reduced
+from forge.observe.process_status import ProcessStatus, own_status
 from forge.observe.tracing import Span, Trace, drain_trace, is_tracing, spans_of, switch_tracing
 from forge.runtime.control import control, post
 from forge.runtime.group import RankGroup, live_groups
@@ -24,7 +27,14 @@ from forge.runtime.replies import OK, Outbox, reply_channel
 from forge.runtime.serialization import decode
 
 _log = logging.getLogger("forge.runtime")
-Report = tuple[Partials, Trace]
+
+
+class Report(NamedTuple):
+    """What one process has recorded since it was last asked, and how it is doing."""
+
+    metrics: Partials
+    trace: Trace
+    status: ProcessStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,7 @@ class Observations:
         unheard: which processes said nothing, by name, and why. A late one's metrics come with a later `collect`.
         num_processes: how many reports these are made of, this process's own included.
         num_dropped_spans: spans that were pushed out by newer ones before they could be collected.
+        processes: how each process is doing; what it uses only with `collect(use=True)`.
     """
 
     metrics: dict[str, float]
@@ -44,6 +55,12 @@ class Observations:
     unheard: Mapping[str, str] = field(default_factory=dict)
     num_processes: int = 1
     num_dropped_spans: int = 0
+    processes: tuple[ProcessStatus, ...] = ()
+
+    @property
+    def faults(self) -> list[FaultRecord]:
+        """What processes have noticed that went wrong, in order."""
+        return sorted((fault for each in self.processes for fault in each.faults), key=lambda fault: fault.time)
 
 
 class _Query:
@@ -117,8 +134,14 @@ class Collector:
         """Whether there is an actor to query, or an answer to wait for."""
         return bool(self._asked or live_groups())
 
-    async def gather(self, timeout_s: float) -> dict[str, str]:
-        """Query every actor and wait for the answers. Return which have not answered, and why.
+    @property
+    def pids(self) -> set[int]:
+        """The processes of actors that this process has started, on this host or another."""
+        return {pid for group in live_groups() for _, pid in group.pids}
+
+    async def gather(self, timeout_s: float, *, use: bool = False) -> dict[str, str]:
+        """Query every actor and wait for the answers. Return which have not answered, and why. With `use` they say
+        what they use of their machines.
 
         An actor that was too late for an earlier call is not waited for again.
         """
@@ -128,13 +151,13 @@ class Collector:
         self._close_finished(timeout_s)
         for group in live_groups():
             if group not in self._asked:
-                self._ask(group, timeout_s)
+                self._ask(group, timeout_s, use=use)
         waiting = [query.done for query in self._asked.values() if not query.is_overdue]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
         return self._close_finished(timeout_s)
 
-    def _ask(self, group: RankGroup, timeout_s: float) -> None:
+    def _ask(self, group: RankGroup, timeout_s: float, *, use: bool) -> None:
         channel, query = reply_channel(), _Query(group, self.reports)
         self._asked[group] = query
         if query.done.done():
@@ -142,7 +165,7 @@ class Collector:
         if group not in self._connected:
             self._connected.add(group)
             group.actor._forge_connect.broadcast(channel.caller, channel.port)
-        group.actor._forge_observations.broadcast(channel.caller, query.call_id, is_tracing(), timeout_s)
+        group.actor._forge_observations.broadcast(channel.caller, query.call_id, is_tracing(), timeout_s, use)
 
     def _close_finished(self, timeout_s: float) -> dict[str, str]:
         """Close the queries that were answered or lost; the rest are late."""
@@ -183,8 +206,9 @@ def _collector() -> Collector:
         return _the_collector
 
 
-async def collect(*, timeout_s: float = 5.0) -> Observations:
-    """Take what this process and all its live actors and replicas have recorded, and reduce it.
+async def collect(*, timeout_s: float = 5.0, use: bool = False) -> Observations:
+    """Take what this process and all its live actors and replicas have recorded, and reduce it. With `use` they also
+    say what they use of their machines, and read their gauges.
 
     Call it once a step. Every value is in exactly one result. A process that does not answer within `timeout_s` is
     named in `unheard` and not waited for again; what it has recorded is in the first result after it answers. If one
@@ -192,34 +216,35 @@ async def collect(*, timeout_s: float = 5.0) -> Observations:
     """
     check_seconds("timeout_s", timeout_s, where="collect")
     collector = _collector()
-    unheard = await control().submit(collector.gather(timeout_s)) if collector.is_needed else {}
-    reports = [_own_report(), *collector.reports.take()]
-    traces = [trace for _, trace in reports]
+    unheard = await control().submit(collector.gather(timeout_s, use=use)) if collector.is_needed else {}
+    reports = [_own_report(use=use), *collector.reports.take()]
+    traces = [report.trace for report in reports]
     return Observations(
-        reduced(partials for partials, _ in reports),
+        reduced(report.metrics for report in reports),
         spans_of(traces),
         unheard,
         len(reports),
         sum(trace.num_dropped for trace in traces),
+        tuple(report.status for report in reports),
     )
 
 
-def _own_report() -> Report:
-    return drain_metrics(), drain_trace()
+def _own_report(*, use: bool) -> Report:
+    return Report(drain_metrics(), drain_trace(), own_status(with_use=use, except_for=_collector().pids if use else ()))
 
 
-def answer(outbox: Outbox, call_id: int, *, tracing: bool, timeout_s: float) -> None:
+def answer(outbox: Outbox, call_id: int, *, tracing: bool, timeout_s: float, use: bool) -> None:
     """Answer the controller's query, in an actor, and trace from now on if the controller does."""
     switch_tracing(tracing)
     collector = _collector()
     if not collector.is_needed:
-        outbox.send(call_id, OK, [_own_report()])
+        outbox.send(call_id, OK, [_own_report(use=use)])
         return
-    task = asyncio.get_running_loop().create_task(_answer_for_all(collector, outbox, call_id, timeout_s))
+    task = asyncio.get_running_loop().create_task(_answer_for_all(collector, outbox, call_id, timeout_s, use=use))
     _answers.add(task)
     task.add_done_callback(_answers.discard)
 
 
-async def _answer_for_all(collector: Collector, outbox: Outbox, call_id: int, timeout_s: float) -> None:
-    await control().submit(collector.gather(timeout_s * 0.8))  # so that this answer is still in time
-    outbox.send(call_id, OK, [_own_report(), *collector.reports.take()])
+async def _answer_for_all(collector: Collector, outbox: Outbox, call_id: int, timeout_s: float, *, use: bool) -> None:
+    await control().submit(collector.gather(timeout_s * 0.8, use=use))  # so that this answer is still in time
+    outbox.send(call_id, OK, [_own_report(use=use), *collector.reports.take()])

@@ -12,15 +12,18 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
+from forge.observe.gauges import add_gauges
 from forge.runtime.pending_calls import PendingCalls
 from forge.service.records import Request
 from forge.service.routing import BUILT_IN, check_choice, least_loaded
 from forge.service.slot_index import SlotIndex
 from forge.service.targets import Entry, Target
 from forge.service.waiting import Waiter, wake
+
+_MAX_GAUGES: Final = 64
 
 
 class RoutingTable:
@@ -44,6 +47,17 @@ class RoutingTable:
         self._draining: set[int] = set()
         self._used = 0
         self._guard = threading.Lock()
+        add_gauges(self, RoutingTable._gauges)
+
+    def _gauges(self) -> dict[str, float]:
+        """Return the calls of this process that wait for a replica, and those in flight; by replica unless there are
+        very many."""
+        targets = list(self.targets.values())
+        if len(targets) > _MAX_GAUGES:
+            open_now = {f"calls/{self.name}": float(sum(target.in_flight for target in targets))}
+        else:
+            open_now = {f"calls/{self.name}[{target.index}]": float(target.in_flight) for target in targets}
+        return open_now | {f"queue/{self.name}": float(self.num_waiting)}
 
     # ---- changes, from the owner
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from forge.errors import ServiceStopped
 from forge.observe.clock import monotonic_s
+from forge.observe.fault_records import record_fault
 from forge.runtime.backend import Channel
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.hosts import Host
@@ -264,6 +265,8 @@ class Supervisor:
                     tries + 1,
                     self.options.max_restarts,
                 )
+                label = f"{self.table.name}[{replica.index}]"
+                record_fault("replica", f"was lost and is started again: {replica.failure}", where=label)
                 await self._back_off(tries)
                 tries += 1
                 if group is not None:
@@ -301,6 +304,8 @@ class Supervisor:
                 tries,
                 replica.failure,
             )
+            label = f"{self.table.name}[{replica.index}]"
+            record_fault("replica", f"is dropped after {tries} failed restarts: {replica.failure}", where=label)
         self.publish(replica)
 
     async def stop(self) -> None:

@@ -98,7 +98,7 @@ class OpenedParts:
                 self._bring(self._route, needed)
             except (NoRoom, NoSource) as error:
                 raise RelayFailure(error.message, path=self.version.key) from error
-            except (OSError, StoreError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with a relay, the reader can do without it
                 tried.append(f"{relay.describe()}: {error}")
                 _log.warning(
                     "version %d of %r is not read through %s", self.version.number, self.version.key, tried[-1]
@@ -173,7 +173,9 @@ def read_version(client: StoreClient, lease: Lease, attempt: Callable[[OpenedPar
         if parts.relay is None:
             raise
         damage = error
-    found = attempt(OpenedParts(client, lease))
+    direct = OpenedParts(client, lease)
+    direct.num_received = parts.num_received
+    found = attempt(direct)
     if damage is not None:
         parts.blame(damage)
     return found

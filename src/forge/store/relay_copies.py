@@ -8,13 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy as copied
 from dataclasses import dataclass
 from typing import Final
 
 from forge.errors import StoreError
 from forge.store.intervals import Intervals
 from forge.store.records import HEADER, Relay
-from forge.store.relay_sources import NotHere, PartRanges, RelaySources
+from forge.store.relay_sources import Connections, NotHere, PartRanges, RelaySources
+from forge.store.relay_streams import StreamThreads
 from forge.store.segments import Segment, SegmentPool
 from forge.store.transports.tcp_server import MAX_RANGES
 
@@ -22,7 +24,7 @@ FIRST_CHUNK: Final = 512 << 10
 LEAST_CHUNK, MOST_CHUNK = 128 << 10, 4 << 20
 """What is asked for at once, and passed on when it is there: as much as comes in a few hundredths of a second."""
 NUM_STREAMS: Final = 2
-"""Connections for each part."""
+"""How many chunks of a part are read at once."""
 BEGIN_S: Final = 1.0
 """How long another relay waits until a reader here wants anything of a part: both may have just begun."""
 PASS_ON_S: Final = 2.0
@@ -63,14 +65,14 @@ class Progress:
 class RelayCopy:
     """One part of a version, in memory that readers map while it fills. What is there does not change any more."""
 
-    def __init__(self, segment: Segment, sources: RelaySources) -> None:
-        self.segment, self.sources = segment, sources
+    def __init__(self, segment: Segment, sources: RelaySources, threads: StreamThreads) -> None:
+        self.segment, self.sources, self._threads = segment, sources, threads
         segment.set_stamp(sources.stamp)
         self._num_touched = segment.num_used
         self._wanted = self._present = Intervals.of([(0, HEADER)])
         self._memory = memoryview(segment.map)
         self._todo: deque[tuple[int, int]] = deque()
-        self._num_working = 0
+        self._num_streams = 0
         self._tickets: dict[int, Intervals] = {}
         self._failure: StoreError | None = None
         self._is_closed = False
@@ -89,7 +91,7 @@ class RelayCopy:
     def is_quiet(self) -> bool:
         """Whether nothing is written to its memory any more."""
         with self._changed:
-            return self._num_working == 0
+            return self._num_streams == 0
 
     def want(self, ranges: Intervals, ticket: int) -> int:
         """Have ranges fetched; `wait(ticket)` waits for them. Return how many bytes nobody had asked for before."""
@@ -99,9 +101,9 @@ class RelayCopy:
             self._set_wanted(self._wanted | new)
             self._tickets[ticket] = ranges
             self._todo.extend(new)
-            for _ in range(NUM_STREAMS - self._num_working if self._todo else 0):
-                threading.Thread(target=self._work, name="forge-relay", daemon=True).start()
-                self._num_working += 1
+            while self._todo and self._num_streams < NUM_STREAMS:
+                self._threads.add(_CopyStream(self))
+                self._num_streams += 1
         return new.num_bytes
 
     def wait(self, ticket: int, timeout_s: float) -> int:
@@ -110,15 +112,10 @@ class RelayCopy:
         with self._changed:
             if ticket not in self._tickets:
                 raise StoreError("this process relays nothing under this ticket", value=ticket)
-            try:
-                left = self._wait(self._tickets[ticket], timeout_s)
-            except BaseException:
-                self._tickets.pop(ticket, None)
-                raise
+            left = self._tickets.pop(ticket)
+            left = self._wait(left, timeout_s)
             if len(left):
                 self._tickets[ticket] = left
-            else:
-                del self._tickets[ticket]
             return left.num_bytes
 
     def wait_for(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -126,7 +123,7 @@ class RelayCopy:
         with self._changed:
             left = self._wait(Intervals.of(ranges), PASS_ON_S)
         if len(left):
-            raise NotHere("bytes of a version are late", value=left.num_bytes, rule="they come within 2 s")
+            raise NotHere("bytes of a version are late", value=left.num_bytes, rule=f"they come within {PASS_ON_S:g} s")
 
     def _wait(self, left: Intervals, timeout_s: float) -> Intervals:
         until = time.monotonic() + timeout_s
@@ -134,7 +131,8 @@ class RelayCopy:
             self._check_open()
             left = left - self._present
             if not self._wanted.covers(left):
-                raise self._failure or NotHere("no reader here wants these bytes", value=left.num_bytes)
+                failure = self._failure
+                raise NotHere("no reader here wants these bytes") if failure is None else copied(failure)
             if not len(left) or (remaining_s := until - time.monotonic()) <= 0:
                 return left
             self._changed.wait(remaining_s)
@@ -149,23 +147,8 @@ class RelayCopy:
 
     # filling
 
-    def _work(self) -> None:
-        """Read chunk after chunk until nothing is left to do."""
-        try:
-            size = FIRST_CHUNK
-            with self.sources.stream() as stream:
-                while chunk := self._next(size):
-                    began = time.monotonic()
-                    stream.read([(start, self._memory[start : start + length]) for start, length in chunk])
-                    self._arrived(chunk)
-                    size = _adapted(size, time.monotonic() - began, stream.pace_s)
-        except StoreError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - raised to the readers that wait
-            self._fail(StoreError(f"a relay failed: {error!r}"))
-
-    def _next(self, size: int) -> list[tuple[int, int]]:
-        """Take the next ranges to read, of so many bytes together; none if all are taken."""
+    def next_chunk(self, size: int) -> list[tuple[int, int]]:
+        """Take the next ranges to read, of so many bytes together, for a stream; none ends the stream."""
         chunk: list[tuple[int, int]] = []
         with self._changed:
             while self._todo and size > 0 and len(chunk) < MAX_RANGES:
@@ -174,22 +157,26 @@ class RelayCopy:
                     self._todo.appendleft((start + size, length - size))
                 chunk.append((start, min(length, size)))
                 size -= length
-            self._num_working -= not chunk
+            self._num_streams -= not chunk
         return chunk
 
-    def _arrived(self, chunk: Sequence[tuple[int, int]]) -> None:
+    def read(self, chunk: Sequence[tuple[int, int]], connections: Connections) -> float:
+        """Read ranges, and wake those who wait for them. Return how long a chunk should take at least."""
+        targets = [(start, self._memory[start : start + length]) for start, length in chunk]
+        pace_s = self.sources.read(targets, connections)
         there = Intervals.of(chunk)
         with self._changed:
             self._present = self._present | there
             if not self._wanted.covers(there):  # another stream failed meanwhile
                 self._set_wanted(self._wanted | there)
             self._changed.notify_all()
+        return pace_s
 
-    def _fail(self, error: StoreError) -> None:
-        """Raise to all who wait. What is there stays, and the rest may be asked for again."""
+    def fail(self, error: StoreError) -> None:
+        """End a stream, and raise to all who wait. What is there stays, and the rest may be asked for again."""
         with self._changed:
-            self._num_working -= 1
-            self._failure = error
+            self._num_streams -= 1
+            self._failure = error.with_traceback(None)
             self._todo.clear()
             self._set_wanted(self._present)
             self._changed.notify_all()
@@ -203,7 +190,30 @@ class RelayCopy:
         self.sources.close()
 
 
-def _adapted(size: int, took_s: float, pace_s: float) -> int:
+class _CopyStream:
+    """Reads chunks of a copy, one after the other."""
+
+    def __init__(self, copy: RelayCopy) -> None:
+        self._copy, self._size = copy, FIRST_CHUNK
+
+    def read_chunk(self, connections: Connections) -> bool:
+        chunk = self._copy.next_chunk(self._size)
+        if not chunk:
+            return False
+        began = time.monotonic()
+        try:
+            pace_s = self._copy.read(chunk, connections)
+        except StoreError as error:
+            self._copy.fail(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - raised to the readers that wait
+            self._copy.fail(StoreError(f"a relay failed: {error!r}"))
+            return False
+        self._size = adapted(self._size, time.monotonic() - began, pace_s)
+        return True
+
+
+def adapted(size: int, took_s: float, pace_s: float) -> int:
     """Return the size of the next chunk of a stream, whose last one took so long."""
     if took_s < pace_s / 2:
         return min(2 * size, MOST_CHUNK)
@@ -214,7 +224,7 @@ class RelayCopies:
     """All that this process relays: by the number of the copy, and by the rank whose part it is."""
 
     def __init__(self, pool: SegmentPool, secret: Callable[[], bytes]) -> None:
-        self._pool, self._secret = pool, secret
+        self._pool, self._threads = pool, StreamThreads(secret)
         self._copies: dict[tuple[int, int], RelayCopy] = {}
         self._uses: dict[int, int] = {}
         """For each memory, the copy that is in it."""
@@ -228,7 +238,7 @@ class RelayCopies:
         with self._changed:
             self._use(relay)
             self._check_room(key, relay, parts)
-            wanted = [self._want(key, relay, part, RelaySources(part, upstreams, self._secret())) for part in parts]
+            wanted = [self._want(key, relay, upstreams, part) for part in parts]
             self._changed.notify_all()
         return wanted
 
@@ -247,7 +257,7 @@ class RelayCopies:
             else:
                 self._pool.drop(copy.segment.name)
 
-    def _want(self, key: str, relay: Relay, part: PartRanges, sources: RelaySources) -> Wanted:
+    def _want(self, key: str, relay: Relay, upstreams: Sequence[Relay], part: PartRanges) -> Wanted:
         name = relay.copy, part.rank
         copy = self._copies.get(name)
         if copy is None:
@@ -256,7 +266,7 @@ class RelayCopies:
                 segment = self._pool.create_sparse(f"{key}-relayed", part.record.size)
             else:
                 del self._free[relay.memory][part.rank]
-            copy = self._copies[name] = RelayCopy(segment, sources)
+            copy = self._copies[name] = RelayCopy(segment, RelaySources(part, upstreams), self._threads)
         ticket = next(self._tickets)
         num_new, segment = copy.want(part.ranges, ticket), copy.segment
         return Wanted(relay.copy, relay.memory, part.rank, segment.name, os.getpid(), segment.fd, ticket, num_new)
@@ -288,7 +298,7 @@ class RelayCopies:
         """Wait for what was asked for, but not longer than this. Raises `StoreError` if it does not come."""
         copy = self.find(name)
         num_missing = copy.wait(ticket, timeout_s)
-        return Progress(num_missing, copy.sources.relays_used(), copy.sources.choice.num_dropped)
+        return Progress(num_missing, copy.sources.relays_used(), copy.sources.num_dropped)
 
     def find(self, name: tuple[int, int], *, wait_s: float = 0.0) -> RelayCopy:
         """Return a copy by its number and rank; wait a moment for a reader to want it. `NotHere` if none does."""

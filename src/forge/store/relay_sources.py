@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -130,60 +130,14 @@ class _Speed:
         return self._num_bytes / self._seconds if self._seconds else 0.0
 
 
-class RelaySources:
-    """The sources of one part, shared by the streams that read it: relays first, then those who hold it."""
+class Connections:
+    """One thread's connections to other hosts, each opened when it is first used."""
 
-    def __init__(self, part: PartRanges, upstreams: Sequence[Relay], secret: bytes) -> None:
-        record = part.record
-        holders = [holder for holder in record.holders if holder.transport == "tcp"]
-        self.sources: tuple[Relay | Holder, ...] = (*upstreams, *holders)
-        self.stamp, self.rank = record.stamp, part.rank
-        self.choice = SourceChoice(len(self.sources), num_relays=len(upstreams))
-        self.num_received: Counter[int] = Counter()
-        """Bytes from each source."""
-        self.guard = threading.Lock()
-        self.secret = secret
-        self._streams: set[SourceStream] = set()
-        self._is_closed = False
-
-    def stream(self) -> SourceStream:
-        """Return connections for one thread."""
-        stream = SourceStream(self)
-        with self.guard:
-            if self._is_closed:
-                raise StoreError("a version that is not needed any more is not read further", value=self.stamp)
-            self._streams.add(stream)
-        return stream
-
-    def forget(self, stream: SourceStream) -> None:
-        with self.guard:
-            self._streams.discard(stream)
-
-    def relays_used(self) -> tuple[Relay, ...]:
-        """Return the relays of other hosts from which bytes have come."""
-        with self.guard:
-            used = [self.sources[source] for source in sorted(self.num_received)]
-        return tuple(source for source in used if isinstance(source, Relay))
-
-    def close(self) -> None:
-        """End all transfers."""
-        with self.guard:
-            self._is_closed = True
-            streams = list(self._streams)
-        for stream in streams:
-            stream.close()
-
-
-class SourceStream:
-    """One thread's connections to the sources of a part."""
-
-    def __init__(self, shared: RelaySources) -> None:
-        self._shared = shared
-        self._clients: dict[int, DataClient] = {}
-        self._guard = threading.Lock()
-        self._is_closed = False
-        self.pace_s = LEAST_PACE_S
-        """How long a chunk should take: much longer than it takes for the answer to begin."""
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._clients: dict[str, DataClient] = {}
+        self._checked: dict[tuple[str, str], float] = {}
+        """For each segment that was found as expected, how long that took."""
 
     def __enter__(self) -> Self:
         return self
@@ -191,83 +145,128 @@ class SourceStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shared.forget(self)
-        self.close()
+        for client in self._clients.values():
+            client.close()
 
-    def read(self, chunk: Sequence[Range]) -> None:
-        """Fill the ranges of a chunk. Raises `StoreError` when no source is left that has them."""
-        shared, failures = self._shared, []
-        with shared.guard:
-            source = shared.choice.pick()
+    def client(self, address: str, *, stall_s: float) -> DataClient:
+        if address not in self._clients:
+            self._clients[address] = DataClient(address, self._secret, num_streams=1, stall_s=stall_s)
+        return self._clients[address]
+
+    def check(self, client: DataClient, name: str, stamp: int) -> float:
+        """Raise unless a segment elsewhere has the filling with this stamp. Return how long finding that out took."""
+        if (client.address, name) not in self._checked:
+            self._checked[client.address, name] = check_filling(client, name, stamp)
+        return self._checked[client.address, name]
+
+    def forget(self, address: str) -> None:
+        """Close the connection to a process that does not answer."""
+        client = self._clients.pop(address, None)
+        if client is not None:
+            client.close()
+
+
+class RelaySources:
+    """The sources of one part: relays first, then those who hold it."""
+
+    def __init__(self, part: PartRanges, upstreams: Sequence[Relay]) -> None:
+        holders = [holder for holder in part.record.holders if holder.transport == "tcp"]
+        self._sources: tuple[Relay | Holder, ...] = (*upstreams, *holders)
+        self.stamp, self._rank = part.record.stamp, part.rank
+        self._choice = SourceChoice(len(self._sources), num_relays=len(upstreams))
+        self._used: set[int] = set()
+        self._in_use: set[DataClient] = set()
+        self._closing = threading.Event()
+        self._guard = threading.Lock()
+
+    def read(self, chunk: Sequence[Range], connections: Connections) -> float:
+        """Fill the ranges of a chunk from one of the sources. Return how long a chunk from there should take at least.
+        Raises `NoSource` when no source is left that has them. Several threads may read at once."""
+        failures: list[str] = []
+        with self._guard:
+            source = self._choice.pick()
         while source is not None:
             began = time.monotonic()
             try:
-                client = self._client(source)
+                client, pace_s = self._opened(source, connections)
                 began = time.monotonic()
-                client.read(self._name(source), chunk)
+                with self._using(client, connections):
+                    client.read(self._name(source), chunk)
             except NotHere as error:
-                with shared.guard:
-                    source = shared.choice.refused(source, time.monotonic() - began)
-                _log.debug("bytes of part %x are read elsewhere: %s", shared.stamp, error.message)
+                with self._guard:
+                    source = self._choice.refused(source, time.monotonic() - began)
+                _log.debug("bytes of part %x are read elsewhere: %s", self.stamp, error.message)
             except (OSError, StoreError) as error:
-                failures.append(f"{shared.sources[source].describe()}: {error}")
-                self._forget(source)
-                with shared.guard:
-                    source = shared.choice.failed(source)
-                if not self._is_closed:
-                    _log.info("a source of part %x is not used any more: %s", shared.stamp, failures[-1])
+                failures.append(f"{self._sources[source].describe()}: {error}")
+                connections.forget(self._sources[source].address)
+                with self._guard:
+                    source = None if self._closing.is_set() else self._choice.failed(source)
+                    if not self._closing.is_set():
+                        _log.info("a source of part %x is not used any more: %s", self.stamp, failures[-1])
             else:
-                num_bytes = sum(len(view) for _, view in chunk)
-                with shared.guard:
-                    shared.choice.arrived(source, num_bytes, time.monotonic() - began)
-                    shared.num_received[source] += num_bytes
-                return
+                with self._guard:
+                    self._choice.arrived(source, sum(len(view) for _, view in chunk), time.monotonic() - began)
+                    self._used.add(source)
+                return pace_s
         raise NoSource(
             "bytes of a version could not be read from another host: " + ("; ".join(failures) or "no source is left"),
-            value=failures or [each.describe() for each in shared.sources],
+            value=failures or [each.describe() for each in self._sources],
             rule="a process that holds them answers",
             repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
         )
 
-    def _name(self, source: int) -> str:
-        found = self._shared.sources[source]
-        return found.segment if isinstance(found, Holder) else copy_label(found.copy, self._shared.rank)
-
-    def _client(self, source: int) -> DataClient:
-        """Return a connection to a source that has this filling of the segment, opened when it is first used."""
-        known = self._clients.get(source)
-        if known is not None:
-            return known
-        found = self._shared.sources[source]
-        stall_s = STALL_S if isinstance(found, Holder) else RELAY_STALL_S
-        client = DataClient(found.address, self._shared.secret, num_streams=1, stall_s=stall_s)
-        with self._guard:
-            if self._is_closed:
-                client.close()
-                raise StoreError("the relay was closed", path=found.address)
-            self._clients[source] = client
+    def _opened(self, source: int, connections: Connections) -> tuple[DataClient, float]:
+        """Return a connection to a source that has this filling of the segment, and the pace of chunks from there."""
+        found = self._sources[source]
+        is_holder = isinstance(found, Holder)
+        client = connections.client(found.address, stall_s=STALL_S if is_holder else RELAY_STALL_S)
         try:
-            took_s = check_filling(client, self._name(source), self._shared.stamp)
+            with self._using(client, connections):
+                took_s = connections.check(client, self._name(source), self.stamp)
         except NotHere as error:  # it does not refuse some bytes, but has none
             raise StoreError(error.message, path=found.address) from None
-        if isinstance(found, Relay) and took_s > SLOW_ANSWER_S:
+        if took_s > SLOW_ANSWER_S and not is_holder:
             raise StoreError(f"it took {took_s:.1f} s to answer", path=found.address, rule=f"{SLOW_ANSWER_S:g} s")
-        self.pace_s = max(LEAST_PACE_S, took_s)
-        return client
+        return client, max(LEAST_PACE_S, took_s)
 
-    def _forget(self, source: int) -> None:
+    @contextlib.contextmanager
+    def _using(self, client: DataClient, connections: Connections) -> Iterator[None]:
+        """Let `close` end what is done with a connection."""
         with self._guard:
-            client = self._clients.pop(source, None)
-        if client is not None:
-            client.close()
+            if self._closing.is_set():
+                raise StoreError("a version that is not needed any more is not read further", value=self.stamp)
+            self._in_use.add(client)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._in_use.discard(client)
+                is_closed = self._closing.is_set()
+            if is_closed:  # it may be closed
+                connections.forget(client.address)
+
+    def _name(self, source: int) -> str:
+        found = self._sources[source]
+        return found.segment if isinstance(found, Holder) else copy_label(found.copy, self._rank)
+
+    def relays_used(self) -> tuple[Relay, ...]:
+        """Return the relays of other hosts from which bytes have come."""
+        with self._guard:
+            used = [self._sources[source] for source in sorted(self._used)]
+        return tuple(source for source in used if isinstance(source, Relay))
+
+    @property
+    def num_dropped(self) -> int:
+        """How many sources are not used any more."""
+        with self._guard:
+            return self._choice.num_dropped
 
     def close(self) -> None:
-        """Close the connections; a read in progress raises."""
+        """End all transfers."""
         with self._guard:
-            self._is_closed = True
-            clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
-            client.close()
+            self._closing.set()
+            for client in self._in_use:
+                client.close()
 
 
 def check_filling(client: DataClient, name: str, stamp: int) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from forge.config import TrainerConfig
 from forge.observe import span
+from forge.observe.gauges import add_gauges, of_process
 from forge.observe.phases import phase
 from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
@@ -64,6 +65,8 @@ class Trainer(ForgeActor):
         self.engine: Engine = Engine(self.config, loss=self.loss)
         self.checkpointer: Checkpointer = Checkpointer(self.engine)
         self._weights: Any = None
+        self._version: int | None = None
+        add_gauges(self, Trainer._gauges)
         if self.config.checkpointing.grace_s is not None and not self.config.frozen:
             self.engine.should_abandon = self._abandoned.is_set
 
@@ -150,7 +153,11 @@ class Trainer(ForgeActor):
                     await self._keep_canary(version, name)
             state = await self._do(self.engine.trained_parameters)
             published = await self._weights.publish(state, version=version)
+            self._version = version
             return str(published.digest)
+
+    def _gauges(self) -> dict[str, float]:
+        return {} if self._version is None else of_process({"version": self._version})
 
     async def _keep_canary(self, version: int, name: str) -> None:
         import torch

@@ -153,7 +153,8 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             path=str(folder),
             value=infos[-1].path.name,
             rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
-            repair="add --resume to continue that run, or run.name=NAME for a new one in its own folder",
+            repair="add --resume to continue that run, or run.name=NAME for a new one in its own folder; in Python, "
+            "set checkpointing.resume=auto instead of --resume",
         )
     if resume == "must" and not infos:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from typing import Final
 from forge.config import RecoveryConfig
 from forge.errors import ForgeError, RecoveryError
 from forge.observe.clock import monotonic_s
+from forge.observe.fault_records import record_fault
 from forge.trainer.crash_files import try_to_write_crash
 from forge.types import Batch
 
@@ -70,6 +71,7 @@ class Deaths:
                 repair="find out what kills it (memory? the host?), then continue with --resume; or raise the limit",
             ).with_log(getattr(failure, "log", None)) from failure
         self._restarts.append(now)
+        record_fault("restart", failure, where=self._name)
         _log.warning(
             "%s; restart %d of at most %d in %g s",
             *(text_of(failure), count + 1, rules.max_restarts, rules.window_s),

@@ -76,19 +76,16 @@ class Access:
         is_page = request.method == "GET" and not request.path.startswith(API)
         if is_page and ("token" in request.query or "ticket" in request.query):
             return self._enter(request)
-        given = bearer_key(request)
-        if not (_same(given, self.token) or _same(request.cookies.get(self.cookie), self._session)):
+        has_token = _same(bearer_key(request), self.token)
+        if not (has_token or _same(request.cookies.get(self.cookie), self._session)):
             return self._refuse(request, is_page=is_page)
         site = request.headers.get("Sec-Fetch-Site", "none")
         if not is_page and site not in _OWN_SITE:
             raise RequestError(
                 "Only this page may ask for that.", status=403, kind="permission_error", code="cross_site"
             )
-        if (
-            request.method not in ("GET", "HEAD")
-            and given is None
-            and request.headers.get("Origin") != _origin(request)
-        ):
+        changes = request.method not in ("GET", "HEAD")
+        if changes and not has_token and request.headers.get("Origin") != _origin(request):
             text = "The header Origin must name this page."
             raise RequestError(text, status=403, kind="permission_error", code="cross_origin")
         admit(request)

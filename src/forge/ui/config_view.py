@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +25,26 @@ Path_ = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class ReadConfig:
     """A configuration, and what was wrong with it."""
 
     data: Mapping[str, Any]
     text: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a configuration would be if only its presets, and the keys without a default, had been given.
+
+    Attributes:
+        values: by key, as text; empty where that cannot be known.
+        name: of the presets.
+        note: why there are no values.
+    """
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
     note: str = ""
 
 
@@ -40,11 +55,12 @@ def view_config(folder: Path, other: Path | None) -> dict[str, Any]:
     left out. `base` names what is compared
     with, and `note` says why nothing is.
     """
-    found = _read(folder)
+    found = read_config(folder)
     if other is None:
-        base, name, note = _preset_of(found.data)
+        preset = preset_of(found.data)
+        base, name, note = preset.values, preset.name, preset.note
     else:
-        read = _read(other)
+        read = read_config(other)
         base, name, note = dict(leaves(read.data)), other.name, read.note
     mine = dict(leaves(found.data))
     keys = list(mine) + ([] if other is None else [key for key in base if key not in mine])
@@ -74,17 +90,18 @@ def _inline(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]} …"
 
 
-def _read(folder: Path) -> _Read:
+def read_config(folder: Path) -> ReadConfig:
+    """Return a run's configuration as it is in its folder."""
     text = read_text(folder / CONFIG)
     if text is None:
-        return _Read({}, "", f"There is no {CONFIG}.")
+        return ReadConfig({}, "", f"There is no {CONFIG}.")
     document = read_yaml(text, source=CONFIG)
     if document.problems or not isinstance(document.data, Mapping):
-        return _Read({}, text, f"{CONFIG} could not be read in full, so only its text is shown.")
-    return _Read(document.data, text)
+        return ReadConfig({}, text, f"{CONFIG} could not be read in full, so only its text is shown.")
+    return ReadConfig(document.data, text)
 
 
-def _preset_of(data: Mapping[str, Any]) -> tuple[dict[str, str], str, str]:
+def preset_of(data: Mapping[str, Any]) -> Preset:
     """Return what a configuration would be if only its presets, and the keys without a default, had been given."""
     given: dict[str, Any] = {}
     for path in _PRESETS:
@@ -96,8 +113,8 @@ def _preset_of(data: Mapping[str, Any]) -> tuple[dict[str, str], str, str]:
     try:
         config = _complete(schema, given, data)
     except ForgeError as error:
-        return {}, "", f"It cannot be compared with its presets: {error.message}"
-    return dict(leaves(to_plain(config))), " + ".join(names) or "the defaults", ""
+        return Preset(note=f"It cannot be compared with its presets: {error.message}")
+    return Preset(dict(leaves(to_plain(config))), " + ".join(names) or "the defaults")
 
 
 def _complete(schema: type[ConfigModel], given: dict[str, Any], data: Mapping[str, Any]) -> ConfigModel:

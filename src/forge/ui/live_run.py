@@ -13,20 +13,26 @@ import numpy as np
 from forge._version import __version__
 from forge.errors import DataError
 from forge.loops.runtime_changes import FILE_NAME as CHANGES
+from forge.observe.fault_records import FILE_NAME as FAULTS
 from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.report.charts import MORE, charts_of
 from forge.observe.report.headline import HEADLINE_METRICS, facts, headline
 from forge.observe.report.reading import setting_of
+from forge.observe.system_log import FILE_NAME as SYSTEM
+from forge.ui.followed_table import FollowedTable
 from forge.ui.ledger_counts import LedgerCounts
-from forge.ui.metric_table import MetricTable, TableRows
-from forge.ui.metric_tail import SMALL, MetricTail, sample_table
+from forge.ui.metric_table import TableRows
 from forge.ui.rollouts.view import RolloutView
-from forge.ui.run_files import CONFIG, METRICS, Fingerprint, fingerprint, read_json_lines
+from forge.ui.run_files import CONFIG, METRICS, fingerprint, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
+from forge.ui.system_charts import known_names, system_charts
+from forge.ui.trace_files import TRACE, list_profiles, trace_marks
+from forge.ui.trace_index import TraceIndex
 
-_DESCRIBED: Final = (CONFIG, SUPERVISOR, CHANGES, LEAGUE_TABLE)
+_DESCRIBED: Final = (CONFIG, SUPERVISOR, CHANGES, LEAGUE_TABLE, FAULTS)
 RECOVERY: Final = ("recovery/restarts", "recovery/steps_retrained", "recovery/seconds")
 _MAX_EVENTS: Final = 200
+MAX_SYSTEM_CELLS: Final = 6_000_000
 _ENDS: Final = 20
 """So many values from each end of a metric are enough for the numbers at the head of the page."""
 
@@ -39,39 +45,40 @@ class LiveRun:
         self.version = 0
         """Counts what has changed."""
         self._lock = threading.Lock()
-        self._table = MetricTable()
-        self._tail = MetricTail(folder / METRICS, self._table)
+        self._metrics = FollowedTable(folder / METRICS)
+        self.system = FollowedTable(folder / SYSTEM, max_cells=MAX_SYSTEM_CELLS)
+        """What processes use: a file of the same form as the metrics."""
+        self.trace = TraceIndex(folder / TRACE)
+        """What processes did. It is read when a page asks for it."""
         self._ledger = LedgerCounts(folder / "ledger.jsonl")
         self.rollouts = RolloutView(folder)
-        self._sample: tuple[int, MetricTable] | None = None
-        self._seen: tuple[Fingerprint | None, ...] | None = None
+        self._seen: tuple[object, ...] | None = None
         self._details = 0
 
     @property
     def num_cells(self) -> int:
         """How many numbers are in memory."""
-        rows = self._table.rows()
-        return len(rows) * (len(rows.columns) + 6) + self.rollouts.index.num_cells
+        followed = self._metrics.num_cells + self.system.num_cells
+        return followed + self.rollouts.index.num_cells + self.trace.num_bytes // 4
 
     @property
     def progress(self) -> float:
         """How much of the metrics has been read, as a part of 1."""
-        return self._tail.progress
+        return self._metrics.progress
 
     def rows(self) -> TableRows:
         """Return the metrics: until all of a large file has been read, lines from all over it."""
-        sample = self._sample
-        return self._table.rows() if self._tail.is_complete or sample is None else sample[1].rows()
+        return self._metrics.rows()
 
     @property
     def is_partial(self) -> bool:
         """Whether `rows` has a sample of the lines instead of all."""
-        return not self._tail.is_complete and self._sample is not None
+        return self._metrics.is_partial
 
     @property
     def table_id(self) -> int:
         """A number for what `rows` are of: when it changes, earlier rows are no longer the same ones."""
-        return -1 if self.is_partial else self._table.generation
+        return self._metrics.table_id
 
     def main_names(self) -> tuple[str, ...]:
         """Return the metrics of all charts but those of the section *More*, which can be hundreds."""
@@ -81,28 +88,20 @@ class LiveRun:
         return tuple(dict.fromkeys([*(one["key"] for one in series), *bands, *HEADLINE_METRICS, *RECOVERY]))
 
     def _charts(self, rows: TableRows) -> list[dict[str, Any]]:
-        return charts_of(sorted(name for name, column in rows.columns.items() if not np.isnan(column).all()))
+        return charts_of(known_names(rows))
 
     def advance(self) -> bool:
         """Read the next part of what is new. Return whether more is left."""
         with self._lock:
-            was_partial = self.is_partial
-            changed = self._tail.advance()
-            if not self._tail.is_complete and self._needs_sample():
-                self._sample = (self._table.generation, sample_table(self.folder / METRICS))
-                changed = True
-            if self._tail.is_complete:
-                self._sample = None
-            changed = self._ledger.advance() or changed
+            changed = any([self._metrics.advance(), self.system.advance(), self._ledger.advance()])
             if self.rollouts.index.is_open:
                 changed = self.rollouts.index.advance() or changed
-            seen = tuple(fingerprint(self.folder / name) for name in _DESCRIBED)
+            seen = (*(fingerprint(self.folder / name) for name in _DESCRIBED), *trace_marks(self.folder))
             if seen != self._seen:
                 self._seen, changed = seen, True
                 self._details += 1
-            if changed or was_partial != self.is_partial:
-                self.version += 1
-            return not (self._tail.is_complete and self.rollouts.index.is_complete)
+            self.version += changed
+            return not (self._metrics.is_complete and self.system.is_complete and self.rollouts.index.is_complete)
 
     def metric_at(self, name: str, step: int) -> float | None:
         """Return what a metric was at a step; None where that is not in memory."""
@@ -112,11 +111,6 @@ class LiveRun:
             return None
         value = float(rows.columns[name][place])
         return None if math.isnan(value) else value
-
-    def _needs_sample(self) -> bool:
-        found = fingerprint(self.folder / METRICS)
-        is_large = found is not None and found.size > SMALL
-        return is_large and (self._sample is None or self._sample[0] != self._table.generation)
 
     # ---- What the page shows beside the curves
 
@@ -135,6 +129,7 @@ class LiveRun:
             "lastTime": float(rows.times[-1]) if len(rows) else None,
             "lastStep": int(rows.steps[-1]) if len(rows) else 0,
             "tiles": headline(_Ends(rows)),
+            "system": self.system.facts(),
             "rollouts": self.rollouts.status(),
         }
 
@@ -162,9 +157,13 @@ class LiveRun:
             "facts": facts(_Settings(config)),
             "tiles": status["tiles"],
             "charts": self._charts(rows),
+            "systemCharts": system_charts(self.system.rows()),
+            "hasTrace": fingerprint(self.folder / TRACE) is not None,
+            "profiles": list_profiles(self.folder),
             "league": self._league(notes),
             "changes": list(read_json_lines(self.folder / CHANGES))[-_MAX_EVENTS:],
             "events": list(read_json_lines(self.folder / SUPERVISOR))[-_MAX_EVENTS:],
+            "faults": list(read_json_lines(self.folder / FAULTS))[-_MAX_EVENTS:],
             "notes": [*notes, *self._notes(rows)],
         }
 
@@ -180,9 +179,9 @@ class LiveRun:
 
     def _notes(self, rows: TableRows) -> list[str]:
         notes = []
-        if self._tail.num_unreadable:
-            notes.append(f"{self._tail.num_unreadable} lines of {METRICS} could not be read and are not shown.")
-        if self._table.num_refused:
+        if self._metrics.num_unreadable:
+            notes.append(f"{self._metrics.num_unreadable} lines of {METRICS} could not be read and are not shown.")
+        if self._metrics.table.num_refused:
             notes.append("The run has too many metrics; some are not shown.")
         if rows.merged > 1:
             notes.append(f"The run is so long that {rows.merged} steps are kept as one, their mean.")

@@ -26,10 +26,17 @@ OWN_PROGRAMS: Final = (
     "rollouts_detail.js",
     "rollouts.js",
     "run.js",
+    "system.js",
+    "timeline_canvas.js",
+    "timeline.js",
+    "control.js",
+    "compare_board.js",
+    "compare_tables.js",
+    "compare.js",
     "start.js",
 )
 SHARED_STYLES: Final = ("base.css", "charts.css", "samples.css")
-OWN_STYLES: Final = ("ui.css", "rollouts.css")
+OWN_STYLES: Final = ("ui.css", "rollouts.css", "compare.css", "timeline.css", "control.css")
 
 
 @functools.cache

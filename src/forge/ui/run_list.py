@@ -18,7 +18,10 @@ MAX_RUNS: Final = 20_000
 _MAX_FOLDERS: Final = 200_000
 _SIGNS: Final = frozenset((METRICS, EVAL_RESULTS, EVAL_SAMPLES))
 _INSIDE: Final = frozenset(
-    ("checkpoints", "rollouts", "replay", "journals", "crashes", "tensorboard", "wandb", "node_modules", "__pycache__")
+    (
+        *("checkpoints", "rollouts", "replay", "journals", "crashes", "profiles", "tensorboard", "wandb"),
+        *("node_modules", "__pycache__"),
+    )
 )
 """Folders that hold what runs write, and never a run."""
 

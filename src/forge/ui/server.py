@@ -34,6 +34,7 @@ class UiOptions:
         tls_cert, tls_key: PEM files, for HTTPS.
         insecure: whether plain HTTP is allowed on an address that other machines reach.
         interval_s: how often files are looked at.
+        control: whether runs of this machine and user may be changed from the page.
     """
 
     runs_dir: Path
@@ -43,6 +44,7 @@ class UiOptions:
     tls_key: Path | None = None
     insecure: bool = False
     interval_s: float = 0.5
+    control: bool = False
 
 
 class UiServer:
@@ -90,6 +92,14 @@ async def serve_ui(options: UiOptions) -> AsyncIterator[UiServer]:
     """Serve the runs of a folder until the block ends."""
     check_runs_dir(options.runs_dir)
     tls = _checked_tls(options)
+    if options.control and tls is None:
+        check_exposure(
+            options.host,
+            what="the control of runs",
+            path="--control",
+            value=options.host,
+            repair="give --tls-cert and --tls-key, or reach it through a tunnel (ssh -L)",
+        )
     hub = Hub(options.runs_dir.resolve(), interval_s=options.interval_s)
     async with contextlib.AsyncExitStack() as stack:
         sockets = _bind(options)
@@ -97,7 +107,7 @@ async def serve_ui(options: UiOptions) -> AsyncIterator[UiServer]:
             stack.callback(sock.close)
         port = int(sockets[0].getsockname()[1])
         access = Access(names=_names(options.host), port=port, has_tls=tls is not None)
-        app = make_app(hub, access)
+        app = make_app(hub, access, control=options.control)
         runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=_CUT_S, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -25,6 +25,8 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
             "generator.pinned_versions",
             "needs an engine that serves several versions",
         ),
+        ("generator={engine: vllm, speculation: {}}", "generator.speculation", "needs an engine that checks drafts"),
+        ("generator.speculation.num_tokens=0", "generator.speculation.num_tokens", "greater than or equal to 1"),
         ("generator.adapters={base: folder}", "generator.adapters", "stands for the weights without an adapter"),
         ("generator={max_adapters: 1, adapters: {a: x, b: y}}", "generator.max_adapters", "the number of `adapters`"),
         ("generator={engine: vllm, max_adapter_gb: 1}", "generator.max_adapter_gb", "reserves all of its memory"),

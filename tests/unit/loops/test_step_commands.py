@@ -208,7 +208,7 @@ def test_a_command_that_there_is_not(run: Run) -> None:
                 with pytest.raises(RunRefused) as raised:
                     await asyncio.to_thread(live.ask, command)
                 assert (raised.value.path, raised.value.value) == ("command", command)
-                assert raised.value.rule == "one of show, stop, set, evaluate, save"
+                assert raised.value.rule == "one of show, stop, set, evaluate, save, profile"
                 assert "have no workers to scale" in str(raised.value.repair)
             with pytest.raises(RunRefused, match="names at least one") as empty:
                 await asyncio.to_thread(live.set, {})

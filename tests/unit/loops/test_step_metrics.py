@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from episodes import make_group
-from forge.loops.step_metrics import StepClock, _of_rollouts
+from forge.generator.engine import UpdateReport
+from forge.loops.step_metrics import StepClock, StepMetrics, _of_rollouts
 from forge.rollout.taken_batch import Scored, TakenBatch
 from forge.types import Group
 
@@ -37,6 +38,12 @@ def test_groups_that_taught_nothing_are_counted_by_reason() -> None:
     values = _of_rollouts(taken)
     found = {name: value for name, value in values.items() if name.startswith("rollout/no_signal/")}
     assert found == {"rollout/no_signal/equal_signal_reward": 3, "rollout/no_signal/refused": 1}
+
+
+def test_replicas_add_up_what_they_received_and_share_the_time() -> None:
+    metrics: Any = StepMetrics(None, None)  # type: ignore[arg-type]
+    metrics.note_sync([UpdateReport(1, "keep", 2.0, 0.5, received_bytes=3 << 20), UpdateReport(1, "keep", 1.0, 0.7)])
+    assert metrics._sync == {"sync/seconds": 2.0, "sync/stall_s": 0.7, "sync/received_mib": 3.0}
 
 
 def test_no_more_time_is_moved_than_there_is() -> None:

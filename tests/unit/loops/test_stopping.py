@@ -226,3 +226,19 @@ def test_a_supervised_run_takes_copies_of_sigterm_for_one() -> None:
         )
         assert ended.stdout.splitlines()[0].lower() == f"sigterm {seen}".lower(), ended.stderr
         assert ended.stdout.splitlines()[1] == "SIGTERM"
+
+
+def test_a_handler_that_is_put_back_later_passes_signals_on() -> None:
+    """A kernel saves the handlers when a cell begins, and puts them back when it ends."""
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+
+    async def body() -> Any:
+        async with stopped_by_signals(save_hint="it is saved"):
+            return signal.getsignal(signal.SIGINT)
+
+    handler = run(body)
+    signal.signal(signal.SIGINT, handler)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is not handler

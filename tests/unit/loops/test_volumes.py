@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from forge.config import RecoveryConfig
+from forge.config import RecoveryConfig, StoreConfig
 from forge.errors import ActorFailure, FanoutError, StoreError
-from forge.loops.volumes import load_version
-from forge.store import Weights
+from forge.loops.volumes import load_version, start_volumes
+from forge.store import Weights, setup
+from forge.store.client import client
+from forge.store.records import Acquire, Relay
 from forge.trainer.publishing import take_back
 from forge.trainer.recovering import RecoveringTrainer, RecoverySetup
 from forge.types import Batch, StepResult
@@ -86,3 +88,23 @@ def test_an_update_that_fails_for_another_reason_is_raised(drive: Callable[[Any]
             await load_version(workers, 1, name="policy")
 
     drive(body())
+
+
+def test_a_run_may_read_weights_directly_on_every_host(drive: Callable[[Any], Any]) -> None:
+    async def body() -> list[bool]:
+        await Weights("policy", rank=0, world_size=1).publish({"w": torch.zeros(3)}, version=0)
+        found = []
+        for section in (StoreConfig(), StoreConfig(distribution="direct")):
+            await start_volumes(section)
+            lease = await client().acquire(Acquire("policy", "weights", None))
+            offer = Relay("another host", 1, client().session, "tcp:1")
+            found.append(client().line.call("route", (lease.id, offer, ())) is None)
+            client().release(lease.id)
+        return found
+
+    assert drive(body()) == [False, True]
+
+
+def test_there_are_two_distributions(drive: Callable[[Any], Any]) -> None:
+    with pytest.raises(StoreError, match=r"(?s)there is no such distribution.*one of auto, direct"):
+        drive(setup(distribution="tree"))  # type: ignore[arg-type]

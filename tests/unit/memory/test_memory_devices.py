@@ -122,6 +122,21 @@ def test_over_several_hosts_versions_lie_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "num_copies"),
+    [
+        ("launcher.slurm.nodes=4 generator.num_replicas=8", 3),
+        ("launcher.slurm.nodes=4 generator.num_replicas=2", 2),
+        ("launcher.slurm.nodes=1 generator.num_replicas=2", 0),
+        ("launcher.slurm.nodes=4 generator.num_replicas=8 store.distribution=direct", 0),
+    ],
+)
+def test_each_other_host_with_generators_has_a_copy_of_the_weights(words: str, num_copies: int) -> None:
+    plan = planned("placement=apart", "launcher.kind=slurm", *words.split())
+    parts = {part.name: part.num_bytes for part in plan.host.peak.parts}
+    assert parts.get("received weights", 0) == parts["published weights"] / 2 * num_copies
+
+
+@pytest.mark.parametrize(
     ("words", "smaller"),
     [
         ("training.activation_checkpointing=selective", True),

@@ -14,7 +14,7 @@ from forge.errors import StoreError
 from forge.store.data_plane import ServedSegments
 from forge.store.intervals import Intervals
 from forge.store.records import HEADER, Holder, Relay, SegmentRecord, copy_label
-from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, _adapted
+from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, adapted
 from forge.store.relay_sources import LEAST_PACE_S, NoSource, NotHere, PartRanges
 from forge.store.segments import SegmentPool, pack_stamp
 from forge.store.transports.tcp_server import DataServer
@@ -24,7 +24,7 @@ SECRET = b"secret"
 STAMP = 77
 RANK = 3
 SIZE = HEADER + 4 * FIRST_CHUNK
-LIMIT_S = 600.0
+LIMIT_S = 300.0
 HEAD = Intervals.of([(HEADER, FIRST_CHUNK)])
 ALL = Intervals.of([(HEADER, SIZE - HEADER)])
 
@@ -240,7 +240,10 @@ def test_bytes_on_their_way_take_room(
         host.want(origin.record, ALL)
 
 
-def test_a_copy_that_is_dropped_ends_its_transfer(origin: Origin, hosts: tuple[Host, Host]) -> None:
+def test_a_copy_that_is_dropped_ends_its_transfer(
+    origin: Origin, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge.store.relay_sources.STALL_S", 2 * LIMIT_S)  # nothing else ends it
     host, _ = hosts
     origin.hold_back()
     wanted = host.want(origin.record)
@@ -363,9 +366,9 @@ def test_chunks_grow_until_they_take_a_while() -> None:
     pace = LEAST_PACE_S
     size = FIRST_CHUNK
     for _ in range(10):
-        size = _adapted(size, pace / 4, pace)
+        size = adapted(size, pace / 4, pace)
     assert size == MOST_CHUNK
-    assert _adapted(size, pace, pace) == size
+    assert adapted(size, pace, pace) == size
     for _ in range(10):
-        size = _adapted(size, 3 * pace, pace)
+        size = adapted(size, 3 * pace, pace)
     assert size == 128 << 10

@@ -61,7 +61,7 @@ def segments_of(pieces: Iterable[Piece]) -> tuple[AdapterSegment, ...]:
     found: list[AdapterSegment] = []
     end = 0
     for number, group in itertools.groupby(pieces, key=lambda piece: piece.sequence.adapter_number):
-        start, end = end, end + sum(piece.end - piece.start for piece in group)
+        start, end = end, end + sum(piece.size for piece in group)
         found.append(AdapterSegment(number, start, end))
     return () if all(segment.adapter == LIVE for segment in found) else tuple(found)
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.config import GeneratorConfig, UpdateMode
 from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.counts import Counts
 from forge.generator.native.decode_graphs import LastSampled
+from forge.generator.native.drafts import is_right, make_drafts
+from forge.generator.native.intake import sequences_of
 from forge.generator.native.launched import LaunchedStep
 from forge.generator.native.pages import PagePool
-from forge.generator.native.randomness import completion_seed, fresh_seed
 from forge.generator.native.runner import ModelRunner
+from forge.generator.native.runners import Runners
 from forge.generator.native.sampler import Sampled, Sampler, SampleRow
-from forge.generator.native.schedule import Piece, Scheduler
+from forge.generator.native.schedule import Piece, Scheduler, by_adapter
 from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 from forge.generator.native.version_order import VersionOrder
-from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
 from forge.runtime.device_memory import OutOfDeviceMemory
 from forge.types import FinishReason
@@ -79,12 +81,13 @@ class Batching:
             chunk_tokens=config.prefill_chunk_tokens or _CHUNK_TOKENS[self.runner.device.type],
             max_pages=self.runner.max_pages,
         )
+        self.drafts = make_drafts(self.runner, self.scheduler, tokenizer)
+        self.runners = Runners(self.runner, None if self.drafts is None else self.drafts.drafter.runner)
         self.order = VersionOrder(self.scheduler)
         self.counts = Counts()
         self._ahead: LaunchedStep | None = None
         self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
-        self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
 
     def flush(self) -> None:
@@ -102,43 +105,13 @@ class Batching:
         pending.deliver = lambda found: self._messages.append((deliver, found))
         if deliver_delta is not None:
             pending.deliver_delta = lambda delta: self._messages.append((deliver_delta, delta))
-        seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
-        each = [self._completion(pending, index, seed) for index in range(request.sampling.n)]
+        each = sequences_of(pending, self._tokenizer, max_seq_len=self.max_seq_len)
         for start in range(0, len(each), limit):
             leader = each[start]
             leader.siblings = each[start + 1 : start + limit]
             self.scheduler.waiting.append(leader)
         self.order.is_mixed = self.order.is_mixed or pending.weights is not None
         self.counts.num_prompt_tokens += len(request.prompt_ids)
-
-    def _completion(self, pending: PendingRequest, index: int, seed: int) -> SequenceState:
-        request = pending.request
-        sampling, prompt = request.sampling, request.prompt_ids
-        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model_stops))
-        room = self.max_seq_len - len(prompt)
-        return SequenceState(
-            ids=list(prompt),
-            num_prompt=len(prompt),
-            max_len=len(prompt) + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
-            pending=pending,
-            index=index,
-            weights=pending.weights,
-            row=SampleRow(
-                sampling=sampling,
-                seed=completion_seed(seed, index),
-                prompt_ids=prompt,
-                token_ids=[],
-                stop_ids=stops,
-            ),
-            tracker=self._tracker(sampling, always=pending.deliver_delta is not None),
-            stop_ids=frozenset(stops),
-        )
-
-    def _tracker(self, sampling: Sampling, *, always: bool) -> TextTracker | None:
-        """Return a tracker for requests that stream or have stop strings; decoding token by token costs time."""
-        if self._tokenizer is None or not (always or sampling.stop):
-            return None
-        return TextTracker(self._tokenizer, sampling)
 
     def enter_score(self, job: ScoreJob) -> None:
         """Queue tokens to be scored."""
@@ -217,16 +190,16 @@ class Batching:
             sequence.is_pure = False
 
     def release(self) -> None:
-        """Release cache and weights. Completions in progress are recomputed later."""
+        """Release cache and weights; `runners.restore` undoes it. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.release()
+        self.runners.release()
 
     def release_cache(self) -> None:
-        """Release the cache alone. Completions in progress are recomputed later."""
+        """Release the cache; `runners.allocate_cache` undoes it. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.release_cache()
+        self.runners.release_cache()
 
     def _forget_prefixes(self) -> None:
         self.scheduler.pool.forget()
@@ -245,7 +218,7 @@ class Batching:
             return
         looks_ahead = self.runner.has_recorded_steps if self.looks_ahead is None else self.looks_ahead
         try:
-            if looks_ahead and self.order.continues:
+            if looks_ahead and self.order.continues and self.drafts is None:
                 self._ahead = self._launch_ahead(launched, admit=admit)
         finally:
             self._process(launched)
@@ -258,10 +231,8 @@ class Batching:
         return self._ahead is not None
 
     def finish_launched(self) -> None:
-        """Process the tokens of a step that was launched ahead, if there is one.
-
-        The device is then idle, also after a step that was discarded: weights and cache may be changed or released.
-        """
+        """Process the tokens of a step that was launched ahead, if there is one. The device is then idle, also after a
+        step that was discarded: weights and cache may be changed or released."""
         launched, self._ahead = self._ahead, None
         newest, self._newest = self._newest, None
         if launched is not None:
@@ -281,16 +252,22 @@ class Batching:
             return None
         version = version if weights is None else weights.version
         self.counts.num_steps += 1
-        self.runner.copy_pages(self.scheduler.take_copies())
+        self.runners.copy_pages(self.scheduler.take_copies())
         decodes: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
             is_decode = piece.end - piece.start == 1 and piece.samples
             (decodes if is_decode else others).append(piece)
+        if self.drafts is not None and decodes:
+            decodes = self.drafts.attach(decodes, self.scheduler)
+            others = by_adapter(others + [piece for piece in decodes if piece.draft])
+            decodes = [piece for piece in decodes if not piece.draft]
+        if self.drafts is not None:
+            self.drafts.drafter.read(piece for piece in others + decodes if not piece.draft)
         if not others:
             return self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
         if not self.runner.on_gpu:
-            self._compute(pieces, version)
+            self._compute(by_adapter(others + decodes), version)
             return None
         self._compute(others, version)
         decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
@@ -333,9 +310,10 @@ class Batching:
         ends: dict[int, int] = {}
         total = 0
         for piece in pieces:
-            total += piece.end - piece.start
+            total += piece.size
             ends[id(piece)] = total
-        index = [ends[id(piece)] - 1 for piece in decoding]
+        index = [ends[id(piece)] - 1 - back for piece in decoding for back in range(len(piece.draft), -1, -1)]
+        num_sampled = len(index)
         for piece in scoring:
             end = ends[id(piece)]
             index += range(end - (piece.end - piece.start), end)
@@ -343,26 +321,20 @@ class Batching:
         for piece in pieces:
             if not piece.samples and piece.sequence.score is None:
                 self.scheduler.computed(piece)
-        place = len(decoding)
+        place = num_sampled
         for piece in scoring:
             size = piece.end - piece.start
             self._scored(piece, hidden[place : place + size])
             place += size
         if decoding:
-            self._process(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
+            self._process(self._sample(decoding, self.runner.logits(hidden[:num_sampled]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
         job = sequence.score
         assert job is not None
         targets = job.token_ids[piece.start + 1 : piece.end + 1]
-        job.logprobs += self.runner.logprobs(hidden, targets, temperature=job.temperature)
-        if job.wants_best:
-            best = self.runner.likeliest(hidden)
-            job.best_ids += best
-            job.best_logprobs += self.runner.logprobs(hidden, best, temperature=job.temperature)
-        if job.num_top:
-            job.add_top(*self.runner.top(hidden, job.num_top))
+        self.runner.score(job, hidden, targets)
         self.scheduler.computed(piece)
         self.counts.num_score_tokens += len(targets)
         if sequence.num_computed == len(sequence.ids):
@@ -372,22 +344,30 @@ class Batching:
             job.deliver(found)
 
     def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> LaunchedStep:
-        """Sample the next token of every piece, and the first one of siblings that start here."""
+        """Sample the next token of every piece, one after each token of its draft, and the first one of siblings that
+        start here."""
         sequences: list[SequenceState] = []
         index: list[int] = []
+        num_ahead: list[int] = []
         copies: list[tuple[int, int]] = []
-        for number, piece in enumerate(pieces):
+        num_logits = 0
+        for piece in pieces:
             self.scheduler.computed(piece)
             siblings = piece.sequence.siblings
             if siblings:
                 copies += self.scheduler.fork(piece.sequence)
             begun = [piece.sequence, *(sibling for sibling in siblings if sibling.slot >= 0)]
+            begun += [piece.sequence] * len(piece.draft)
             sequences += begun
-            index += [number] * len(begun)
-        self.runner.copy_pages(copies)
-        if len(index) > len(pieces):
+            num_ahead += range(len(begun)) if piece.draft else [0] * len(begun)
+            index += range(num_logits, num_logits + len(begun)) if piece.draft else [num_logits] * len(begun)
+            num_logits += 1 + len(piece.draft)
+        self.runners.copy_pages(copies)
+        if len(index) > num_logits:
             logits = logits[torch.tensor(index, device=logits.device)]
-        return LaunchedStep(sequences, self.sampler.sample(logits, _rows(sequences)), version)
+        drafted = {piece.sequence: piece for piece in pieces if piece.draft}
+        sampled = self.sampler.sample(logits, _rows(sequences), num_ahead=num_ahead)
+        return LaunchedStep(sequences, sampled, version, drafted=drafted)
 
     def _process(self, launched: LaunchedStep) -> None:
         """Wait for the tokens of a step, and process those of completions that have not ended since its launch."""
@@ -399,15 +379,26 @@ class Batching:
                 if piece.sequence.slot >= 0:
                     self.scheduler.computed(piece)
         skipped = [place for place, sequence in enumerate(sequences) if sequence.slot < 0]
+        broken: dict[int, NonFiniteError] = {}
         try:
             found = sampled.fetch(skip=skipped)
         except NonFiniteError as error:
-            broken = cast("tuple[int, ...]", error.value)
+            broken = dict.fromkeys(cast("tuple[int, ...]", error.value), error)
             found = sampled.fetch(skip=(*skipped, *broken))
             for place in broken:
-                self._fail(sequences[place], error)
-        for sequence, token, logprob, full in zip(sequences, *found, strict=True):
+                if sequences[place] not in launched.drafted:
+                    self._fail(sequences[place], error)
+        num_behind = 0
+        for place, (sequence, token, logprob, full) in enumerate(zip(sequences, *found, strict=True)):
+            num_behind = num_behind + 1 if place and sequences[place - 1] is sequence else 0
             if sequence.slot < 0 or not sequence.is_wanted:
+                continue
+            if num_behind:
+                if not is_right(launched.drafted[sequence], num_behind):
+                    continue
+                self.scheduler.computed(Piece(sequence, len(sequence.ids) - 1, len(sequence.ids)))
+            if place in broken:
+                self._fail(sequence, broken[place])
                 continue
             self.counts.num_tokens += 1
             reason = sequence.add_token(token, logprob, full, launched.version)
@@ -415,6 +406,9 @@ class Batching:
                 self._finish(sequence, reason)
             elif sequence.pending is not None and sequence.pending.deliver_delta is not None:
                 sequence.pending.deliver_delta(sequence.delta())
+        for piece in launched.drafted.values():
+            assert self.drafts is not None
+            self.drafts.note(piece)
 
     def _fail(self, sequence: SequenceState, error: BaseException) -> None:
         """Fail a completion, and the others of its request."""
@@ -426,8 +420,12 @@ class Batching:
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         assert sequence.pending is not None
-        completion = sequence.completion(reason, self._decode)
-        self.scheduler.end(sequence)
+        try:
+            completion = sequence.completion(reason, self._decode)
+            self.scheduler.end(sequence)
+        except BaseException as error:  # `fail_all` does not find the caller of a sequence that is gone
+            sequence.pending.fail(error)
+            raise
         if reason == "abort":
             self.counts.num_aborted += 1
         else:
@@ -441,9 +439,10 @@ class Batching:
 
     def stats(self, version: int, *, is_asleep: bool, num_open: int) -> EngineStats:
         """Return the statistics. Thread-safe: each number is consistent, not all of them together."""
-        return self.counts.stats(
+        found = self.counts.stats(
             self.scheduler, version, is_asleep=is_asleep, num_open=num_open, device=str(self.runner.device)
         )
+        return found if self.drafts is None else replace(found, more={**found.more, **self.drafts.stats()})
 
 
 def _rows(sequences: Sequence[SequenceState]) -> list[SampleRow]:

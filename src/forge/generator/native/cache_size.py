@@ -11,7 +11,9 @@ from pydantic import Field
 
 from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 from forge.config.adapter import BaseDtype
+from forge.errors import ConfigError, ModelError
 from forge.models.adapter_names import adapter_map, num_adapter_parameters
+from forge.models.locate import ResolvedModel, resolve
 from forge.models.peft_files import read_spec
 from forge.models.quantized_names import QuantizedSizes
 
@@ -36,6 +38,24 @@ def adapter_bytes(config: GenerationConfig, model: ModelConfig, *, item: int) ->
     return item * sum(num_adapter_parameters(adapter_map(model, spec)) for spec in specs)
 
 
+def resolved_draft(config: GenerationConfig) -> ResolvedModel | None:
+    """Return the model that guesses tokens; None where none does."""
+    section = config.speculation
+    if section is None or section.model is None:
+        return None
+    try:
+        return resolve(ModelConfig(path=section.model))
+    except ModelError as error:
+        raise ConfigError(
+            f"the draft model cannot be used: {error.message}",
+            path=DRAFT_KEY,
+            value=section.model,
+            rule=error.rule,
+            repair=error.repair,
+        ) from error
+
+
+DRAFT_KEY: Final = "generator.speculation.model"
 CPU_SHARE: Final = 0.25
 """The part of a machine's free memory that a cache takes: other processes compute there too."""
 
@@ -138,9 +158,10 @@ def step_work(
     its linear weights as `base_dtype` says."""
     batch, vocab = config.max_batch, model.vocab_size or 0
     chunk = config.prefill_chunk_tokens or (PREFILL_GPU if on_gpu else PREFILL_CPU)
+    num_drafted = 0 if config.speculation is None else batch  # of all sequences, in one step
     return StepWork(
-        prefill=item * _widest(model) * max(chunk, batch),
-        sampler=batch * vocab * 16,
+        prefill=item * _widest(model) * max(chunk, batch + num_drafted),
+        sampler=(batch + num_drafted) * vocab * 16,
         graphs=_graph_bytes(batch, vocab, item=item) if records_steps(model, config, on_gpu=on_gpu) else 0,
         weight=0 if base_dtype is None else QuantizedSizes.of(model, base_dtype).dequantized_bytes(item),
     )

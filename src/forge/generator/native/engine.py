@@ -62,11 +62,19 @@ class NativeEngine:
         scores_tempered=True,
         live_adapter=True,
         adapters=True,
+        speculation=True,
     )
 
     @staticmethod
     def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
-        """See `GenerationEngine.config_errors`. What is wrong shows when the model is loaded."""
+        """See `GenerationEngine.config_errors`. What else is wrong shows when the model is loaded."""
+        from forge.errors import ConfigError
+        from forge.generator.native.cache_size import resolved_draft
+
+        try:
+            resolved_draft(config)
+        except ConfigError as error:
+            return (error,)
         return ()
 
     def __init__(
@@ -301,7 +309,8 @@ class NativeEngine:
                 raise
             update.done.add_done_callback(lambda _: post(self.thread.loop, fetched.release))
             stall_s, num_aborted = await self.thread.update_weights(update)
-        return UpdateReport(fetched.version, mode, time.perf_counter() - started, stall_s, num_aborted=num_aborted)
+        took_s, received = time.perf_counter() - started, fetched.num_received
+        return UpdateReport(fetched.version, mode, took_s, stall_s, num_aborted=num_aborted, received_bytes=received)
 
     async def differing(self, version: int) -> dict[str, tuple[int, int]]:
         """See `GenerationEngine.differing`."""
@@ -373,7 +382,7 @@ class NativeEngine:
 
         def restore(batching: Batching) -> None:
             if self.thread.is_asleep:
-                batching.runner.restore()
+                batching.runners.restore()
                 self.thread.is_asleep = self._is_cache_released = False
 
         await asyncio.wrap_future(self.thread.ask(restore))
@@ -417,7 +426,7 @@ class NativeEngine:
         `resume`.
         """
         if self._is_cache_released:
-            self.thread.serving().runner.allocate_cache()
+            self.thread.serving().runners.allocate_cache()
             self._is_cache_released = False
             self.thread.is_asleep = self._stays_paused
 

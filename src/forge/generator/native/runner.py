@@ -13,17 +13,8 @@ from torch import Tensor
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
 from forge.generator.native.adapters import AttachedAdapters, segments_of
-from forge.generator.native.cache_size import (
-    CacheNeed,
-    ColocatedGeneratorConfig,
-    StepWork,
-    adapter_bytes,
-    pages_in_turns,
-    pages_on_cpu,
-    pages_on_gpu,
-    records_steps,
-    step_work,
-)
+from forge.generator.native.cache_room import choose_num_pages
+from forge.generator.native.cache_size import records_steps
 from forge.generator.native.decode_graphs import DecodeGraphs, LastSampled, StepRows, places_of, tokens_of
 from forge.generator.native.loading import load_first_adapter, load_weights
 from forge.generator.native.memory import Caches, choose_memory
@@ -31,6 +22,7 @@ from forge.generator.native.pages import PAGE
 from forge.generator.native.pinned import PinnedWeights
 from forge.generator.native.pinned_models import ModelCopy, PinnedModels, max_pinned, no_room
 from forge.generator.native.schedule import Piece
+from forge.generator.native.sequences import ScoreJob
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.losses.candidates import chunked_top
@@ -44,7 +36,6 @@ from forge.models.inference import (
     PagedRow,
     build_for_inference,
     cache_shapes,
-    page_bytes,
     paged_layers,
     parameters_once,
 )
@@ -54,7 +45,6 @@ from forge.models.locate import ResolvedModel
 from forge.models.peft_files import resolve_adapter
 from forge.models.quantized import quantized_tensors
 from forge.observe.phases import phase
-from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
 
@@ -71,7 +61,11 @@ class ModelRunner:
         model: the resolved model.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process, to compute with instead of weights of its own.
+        num_pages: of its cache; None for what fits.
     """
+
+    ignores_adapters = False
+    """Whether rows of every adapter are computed without one."""
 
     def __init__(
         self,
@@ -80,6 +74,7 @@ class ModelRunner:
         *,
         max_seq_len: int,
         shared: Mapping[str, Tensor] | None = None,
+        num_pages: int | None = None,
     ) -> None:
         self.config, self.facts, self.max_seq_len = config, model.architecture, max_seq_len
         self.device = _device(config.with_gpus)
@@ -103,7 +98,7 @@ class ModelRunner:
         self._in_use: PinnedWeights | None = None
         self.pinned = PinnedModels(self, most=max_pinned(config, on_gpu=self.on_gpu))
         self.max_pages = -(-max_seq_len // PAGE)
-        self.num_pages = self._choose_num_pages()
+        self.num_pages = choose_num_pages(self) if num_pages is None else num_pages
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
         self._saved_graphs: DecodeGraphs | None = None
@@ -122,7 +117,7 @@ class ModelRunner:
         return bool(self.device.type == "cuda")
 
     @property
-    def _cache_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> torch.dtype:
         if self.config.kv_cache_dtype == "fp8":
             return torch.float8_e4m3fn
         return self.dtype if self.on_gpu else torch.float32
@@ -142,63 +137,11 @@ class ModelRunner:
                 repair="set generator.kv_cache_dtype=auto",
             )
 
-    def _choose_num_pages(self) -> int:
-        each = page_bytes(self.facts, item_bytes=self._cache_dtype.itemsize)
-        least = self.max_pages + 1
-        need = CacheNeed(each, least, least + self.max_pages * self.config.max_batch)
-        if self.config.kv_cache_gb is not None:
-            num = int(self._checked_gb(self.config.kv_cache_gb) * _GIB) // each
-        elif self.on_gpu:
-            num = self._pages_on_gpu(need)
-        else:
-            num = pages_on_cpu(need, free_bytes=memory()["available"])
-        if num < least:
-            raise ConfigError(
-                "the cache cannot hold one sequence of full length",
-                path="generator.kv_cache_gb",
-                value=self.config.kv_cache_gb,
-                rule=f"at least {least * each / _GIB:.3g} GiB for sequences of {self.max_seq_len} tokens; "
-                f"there is room for {num * PAGE} tokens",
-                repair="raise generator.kv_cache_gb, or lower generator.max_seq_len",
-            )
-        return num
-
-    def _pages_on_gpu(self, need: CacheNeed) -> int:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        free = max(0, free - self._pinned_bytes() - adapter_bytes(self.config, self.facts, item=self.dtype.itemsize))
-        config, share = self.config, self.config.gpu_memory_share
-        if not isinstance(config, ColocatedGeneratorConfig) or share is not None:
-            return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
-        each = max(0, free - config.expected_bytes) // config.num_colocated
-        return pages_in_turns(need, free_bytes=each, work=self._step_work())
-
-    def _pinned_bytes(self) -> int:
-        """Return the memory that the cache leaves to pinned versions."""
-        weights = sum(each.numel() for each in self.updated.values()) * int(self.dtype.itemsize)
-        return int((self.config.pinned_versions or 0) * (weights + self._step_work().graphs))
-
-    def _step_work(self) -> StepWork:
-        kept = None if self.adapter is None else self.adapter.base_dtype
-        return step_work(self.facts, self.config, item=self.dtype.itemsize, on_gpu=self.on_gpu, base_dtype=kept)
-
-    def _checked_gb(self, asked: float) -> float:
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
-        if asked > free:
-            raise ConfigError(
-                "the cache is larger than the memory that is free",
-                path="generator.kv_cache_gb",
-                value=asked,
-                rule=f"at most {free:.3g} GiB now, on {self.device}",
-                repair="lower it, or leave it out for what fits",
-            )
-        return asked
-
     def allocate_cache(self) -> None:
         """Allocate the cache; on a GPU, also record the decode steps, unless earlier recordings are still valid."""
         shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
         layers = paged_layers(self.model)
-        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
+        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self.cache_dtype)
         for layer, caches in zip(layers, self._caches, strict=True):
             layer.k_cache, layer.v_cache = caches
         self._graphs, self._saved_graphs = self._saved_graphs, None
@@ -336,7 +279,7 @@ class ModelRunner:
         With `last` the tokens are those sampled last, which need not have reached the host. Steps with other adapters
         than the live one are not replayed.
         """
-        is_live = all(piece.sequence.adapter_number == LIVE for piece in pieces)
+        is_live = self.ignores_adapters or all(piece.sequence.adapter_number == LIVE for piece in pieces)
         if self._graphs is not None and is_live and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table, last=last)
         rows = self._decode_rows(pieces, table, last)
@@ -354,7 +297,7 @@ class ModelRunner:
             index=put(np.arange(len(pieces)), self.device),
             layout=PagedLayout(*(put(array, self.device) for array in arrays)),
             is_decode=True,
-            segments=segments_of(pieces),
+            segments=() if self.ignores_adapters else segments_of(pieces),
         )
         token_ids = put(tokens_of(pieces, last), self.device)
         if last is not None:
@@ -389,6 +332,16 @@ class ModelRunner:
         values: list[float] = found.tolist()
         return values
 
+    def score(self, job: ScoreJob, hidden_RD: Tensor, targets: Sequence[int]) -> None:
+        """Add what a score wants to know of the next tokens, given the hidden states before them."""
+        job.logprobs += self.logprobs(hidden_RD, targets, temperature=job.temperature)
+        if job.wants_best:
+            best = self.likeliest(hidden_RD)
+            job.best_ids += best
+            job.best_logprobs += self.logprobs(hidden_RD, best, temperature=job.temperature)
+        if job.num_top:
+            job.add_top(*self.top(hidden_RD, job.num_top))
+
     @torch.inference_mode()
     def top(self, hidden_RD: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return the k likeliest tokens after each hidden state, and their logprobs."""
@@ -417,13 +370,11 @@ class ModelRunner:
             registry.clear()
 
     def _rows(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> StepRows:
-        sizes = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
+        sizes = np.array([piece.size for piece in pieces], dtype=np.int64)
         starts = np.zeros(len(pieces) + 1, dtype=np.int32)
         np.cumsum(sizes, out=starts[1:])
-        contexts = np.array([piece.end for piece in pieces], dtype=np.int32)
-        token_ids: list[int] = []
-        for piece in pieces:
-            token_ids += piece.sequence.ids[piece.start : piece.end]
+        contexts = np.array([piece.reach for piece in pieces], dtype=np.int32)
+        token_ids = [token for piece in pieces for token in piece.token_ids]
         firsts = np.array([piece.start for piece in pieces], dtype=np.int64)
         positions = np.arange(len(token_ids)) - np.repeat(starts[:-1] - firsts, sizes)
         pages = table[[piece.sequence.slot for piece in pieces]][:, : -(-int(contexts.max()) // PAGE)]
@@ -436,7 +387,7 @@ class ModelRunner:
             layout=layout,
             is_decode=len(token_ids) == len(pieces),
             extents=Extents.of(sizes.tolist(), contexts.tolist(), device=self.device) if self.on_gpu else None,
-            segments=segments_of(pieces),
+            segments=() if self.ignores_adapters else segments_of(pieces),
         )
         return StepRows(put(np.array(token_ids, dtype=np.int64), self.device).unsqueeze(0), row)
 

@@ -161,25 +161,25 @@ class Sampler:
         return self._plan.shaping is not None
 
     @torch.no_grad()
-    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Sampled:
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int | Sequence[int] = 0) -> Sampled:
         """One token for each row of the logits, float32 or, on a GPU, bfloat16 [S, V], which stay as they are.
 
         Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
         error here but in `Sampled.fetch`.
 
-        `num_ahead` tokens of each row have been sampled that are not among its `token_ids` yet. That is only for rows
-        that nothing shapes (`is_shaping`): the shaped must know their tokens.
+        `num_ahead` tokens of each row have been sampled, or guessed, that are not among its `token_ids` yet. That is
+        only for rows that nothing shapes (`is_shaping`): the shaped must know their tokens. Such a row may be there
+        several times.
         """
         self._check(logits_SV, rows)
         if not self._plan.is_for(rows):
             self._plan = self._planned(rows)
-        assert num_ahead == 0 or not self.is_shaping
         if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
             with single_thread():
                 return self._sample(logits_SV, self._plan, num_ahead)
         return self._sample(logits_SV, self._plan, num_ahead)
 
-    def _sample(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Sampled:
+    def _sample(self, logits_SV: Tensor, plan: _Plan, num_ahead: int | Sequence[int]) -> Sampled:
         uniforms_S = self._copy_in(plan, num_ahead)
         if plan.is_plain and gpu_sampling.takes(logits_SV):
             sampled, logprobs = gpu_sampling.sample(logits_SV, uniforms_S, scale_S1=plan.scale_S1)
@@ -237,14 +237,14 @@ class Sampler:
             going_on=tuple(row for row in rows if must_continue(row)),
         )
 
-    def _copy_in(self, plan: _Plan, num_ahead: int) -> Tensor:
+    def _copy_in(self, plan: _Plan, num_ahead: int | Sequence[int]) -> Tensor:
         """Return the uniform numbers [S], and add the tokens sampled since to the counts, in one copy to the device."""
         places, pairs = self._token_counts.fresh()
         if plan.is_all_greedy and not places:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         num_rows = len(plan.rows)
         steps = np.fromiter((len(row.token_ids) for row in plan.rows), dtype=np.uint64, count=num_rows)
-        steps += np.uint64(num_ahead)
+        steps += np.asarray(num_ahead, dtype=np.uint64)
         words = np.concatenate([uniforms(plan.seeds, steps).view(np.int64), np.array(places + pairs, dtype=np.int64)])
         copied = put(words, self._device)
         self._token_counts.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])

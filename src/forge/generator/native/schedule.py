@@ -19,11 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens [start, end) of a sequence, to be computed in the next step."""
+    """The tokens [start, end) of a sequence, to be computed in the next step, with a draft of those that follow."""
 
     sequence: SequenceState
     start: int
     end: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> int:
+        """The place behind its last token, which may be one of the draft."""
+        return self.end + len(self.draft)
+
+    @property
+    def size(self) -> int:
+        """How many tokens are computed."""
+        return self.reach - self.start
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that are computed."""
+        return [*self.sequence.ids[self.start : self.end], *self.draft]
 
     @property
     def samples(self) -> bool:
@@ -157,6 +173,15 @@ class Scheduler:
         for piece in growing:
             self._grow(piece.sequence, piece.end)
         return by_adapter(pieces)
+
+    def take_room(self, sequence: SequenceState, num: int) -> int:
+        """Take pages for tokens behind the last one of a running sequence, as far as pages are free. Return for how
+        many there is room now. One page is left free, so that drafts alone never cause a preemption."""
+        length = len(sequence.ids) + num
+        most = (len(sequence.pages) + max(0, self.pool.num_free - 1)) * PAGE
+        length = min(length, most)
+        self._grow(sequence, length)
+        return max(0, length - len(sequence.ids))
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return which pages must be copied to which before the planned step."""

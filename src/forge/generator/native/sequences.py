@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from forge.generator.native.sampler import SampleRow
     from forge.generator.text import TextTracker
 
+Ngrams = dict[tuple[int, ...], int]
+"""Where the token is that followed an n-gram last."""
+
 Deliver = Callable[[Any], None]
 """Delivers a result or an exception to its caller. Called on the engine's thread."""
 
@@ -34,6 +37,7 @@ class PendingRequest:
         adapter: the adapter that samples it on the live weights; None for what these are by themselves.
         arrived: when it came.
         completions: those that have ended, by index.
+        ngrams: of its prompt, where completions are drafted from it.
     """
 
     request: Request
@@ -44,6 +48,7 @@ class PendingRequest:
     arrived: float = field(default_factory=time.perf_counter)
     completions: dict[int, Completion] = field(default_factory=dict)
     is_over: bool = False
+    ngrams: Ngrams | None = None
 
     def add(self, completion: Completion) -> None:
         self.completions[completion.index] = completion
@@ -85,6 +90,22 @@ class ScoreJob:
         self.top_ids, self.top_logprobs = [], []
 
 
+@dataclass(slots=True)
+class DraftState:
+    """What drafts of a completion depend on.
+
+    Attributes:
+        limit: the longest draft that is worth computing.
+        ngrams: of its sampled tokens; num_indexed: how many of its tokens they cover.
+        num_read: how many of its tokens a draft model has read, where that may be fewer than all but the last.
+    """
+
+    limit: int
+    ngrams: Ngrams = field(default_factory=dict)
+    num_indexed: int = 0
+    num_read: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """One completion, or one sequence of tokens to be scored.
@@ -103,6 +124,7 @@ class SequenceState:
         is_pure: whether all of its keys and values are of the current weights, or of its pinned version.
         slot: its row in the table of pages, while it is running.
         version_starts: the versions that sampled its tokens, and the first token of each.
+        drafts: what its drafts depend on, once it has had one.
     """
 
     ids: list[int]
@@ -130,6 +152,7 @@ class SequenceState:
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     began: float | None = None
     first_token: float | None = None
+    drafts: DraftState | None = None
 
     @property
     def root(self) -> int:

@@ -77,6 +77,7 @@ class FetchResult:
     Attributes:
         version, digest: which weights; -1 and nothing if it failed.
         seconds, num_bytes: what it cost.
+        num_received: bytes that came from other hosts.
         error: the exception, pickled.
     """
 
@@ -84,6 +85,7 @@ class FetchResult:
     digest: str = ""
     seconds: float = 0.0
     num_bytes: int = 0
+    num_received: int = 0
     error: bytes = b""
 
 
@@ -124,7 +126,8 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         except BaseException:
             fetched.release()
             raise
-        return FetchResult(fetched.version, fetched.digest, fetched.seconds, fetched.num_bytes)
+        cost = fetched.seconds, fetched.num_bytes, fetched.num_received
+        return FetchResult(fetched.version, fetched.digest, *cost)
 
     def _prepare(self, fetched: Fetched) -> _Ready:
         assert self._facts is not None
@@ -261,12 +264,12 @@ class ForgeWorker:
         self._forge_fetching = threading.Thread(target=fetch, name="forge-fetch", daemon=True)
         self._forge_fetching.start()
 
-    def forge_fetched(self) -> tuple[int, str, float, int, bytes]:
+    def forge_fetched(self) -> tuple[int, str, float, int, int, bytes]:
         """Wait for the fetch and return its result."""
         assert self._forge_fetching is not None
         self._forge_fetching.join()
         found = self._forge_result or FetchResult(error=pickle.dumps(RuntimeError("the fetching thread was lost")))
-        return found.version, found.digest, found.seconds, found.num_bytes, found.error
+        return found.version, found.digest, found.seconds, found.num_bytes, found.num_received, found.error
 
     def forge_release(self) -> None:
         """Release what was fetched: it will not be loaded."""

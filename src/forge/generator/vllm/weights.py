@@ -113,10 +113,10 @@ class Updates:
         async with self.lock:
             began = time.perf_counter()
             number = await self._find(version)
-            digest = await self._fetch(number)
+            digest, received = await self._fetch(number)
             if (number, digest) == (self.version, self._digest):
                 await self._llm.collective_rpc("forge_release")
-                return UpdateReport(number, mode, time.perf_counter() - began, 0.0)
+                return UpdateReport(number, mode, time.perf_counter() - began, 0.0, received_bytes=received)
             num_before = self._counts.num_aborted
             loading = asyncio.ensure_future(self._apply(number, mode))
             try:
@@ -128,7 +128,8 @@ class Updates:
                 raise
             self._digest = digest
             num_aborted = self._counts.num_aborted - num_before if mode == "abort" else 0
-            return UpdateReport(number, mode, time.perf_counter() - began, stall_s, num_aborted=num_aborted)
+            took_s = time.perf_counter() - began
+            return UpdateReport(number, mode, took_s, stall_s, num_aborted=num_aborted, received_bytes=received)
 
     async def _find(self, version: int | Literal["latest"]) -> int:
         """Return the number of a version that can be fetched. All workers get this number, not "latest"."""
@@ -145,8 +146,9 @@ class Updates:
             )
         return max(numbers) if version == "latest" else version
 
-    async def _fetch(self, number: int) -> str:
-        """Let every worker fetch and check the version during generation. Return its digest, which all agree on."""
+    async def _fetch(self, number: int) -> tuple[str, int]:
+        """Let every worker fetch and check the version during generation. Return its digest, which all agree on, and
+        how many bytes came from other hosts."""
         self._discard_notices()
         workers = await self._llm.collective_rpc("forge_fetch", args=(number, self._address))
         try:
@@ -156,15 +158,15 @@ class Updates:
         except asyncio.CancelledError:
             await asyncio.shield(self._llm.collective_rpc("forge_release"))
             raise
-        for _, _, _, _, error in found:
+        for *_, error in found:
             if error:
                 await self._llm.collective_rpc("forge_release")
                 raise pickle.loads(error)
-        digests = {digest for _, digest, _, _, _ in found}
+        digests = {str(digest) for _, digest, *_ in found}
         if len(digests) != 1:
             await self._llm.collective_rpc("forge_release")
             raise ForgeError("Workers fetched different weights.", path=f"version {number}", value=sorted(digests))
-        return str(digests.pop())
+        return digests.pop(), sum(received for *_, received, _ in found)
 
     async def _notice(self) -> None:
         """Wait until a worker has fetched."""

@@ -377,12 +377,12 @@ def choose_charts(metrics: Metrics) -> list[dict[str, Any]]:
     return charts_of([name for name, column in metrics.columns.items() if any(value is not None for value in column)])
 
 
-def charts_of(present: Sequence[str]) -> list[dict[str, Any]]:
+def charts_of(present: Sequence[str], charts: Sequence[Chart] = CHARTS) -> list[dict[str, Any]]:
     """Return the charts for metrics of these names; then one for each name that none of them shows."""
     kind = "policy" if "rollout/reward_mean" in present else "fine-tuning"
-    shown: set[str] = {chart.band[1] for chart in CHARTS if chart.band and chart.band[0] in present}
+    shown: set[str] = {chart.band[1] for chart in charts if chart.band and chart.band[0] in present}
     drawn = []
-    for chart in CHARTS:
+    for chart in charts:
         series = [one for key, label in chart.keys for one in _series(key, label, present)]
         if series and chart.of in (kind, None):
             shown.update(one["key"] for one in series)

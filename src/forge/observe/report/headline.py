@@ -51,7 +51,7 @@ def headline(metrics: HasColumns) -> list[dict[str, str]]:
             continue
         values = _known(metrics.columns, key)
         if values:
-            count = 1 if key.startswith(("evaluation/", "validation/")) else min(_AVERAGED, max(1, len(values) // 4))
+            count = num_averaged(key, len(values))
             first, last = sum(values[:count]) / count, sum(values[-count:]) / count
             detail = f"from {_figure(first)}" if len(values) > 1 else "one value so far"
             tiles.append({"label": label, "value": _figure(last), "detail": detail, "key": key})
@@ -61,6 +61,11 @@ def headline(metrics: HasColumns) -> list[dict[str, str]]:
             count = min(_AVERAGED, len(values))
             tiles.append({"label": label, "value": _figure(sum(values[-count:]) / count), "detail": unit, "key": key})
     return tiles[:_MAX_TILES]
+
+
+def num_averaged(key: str, count: int) -> int:
+    """Return how many of a metric's `count` values its final one is the mean of: one evaluation, or a few steps."""
+    return 1 if key.startswith(("evaluation/", "validation/")) else min(_AVERAGED, max(1, count // 4))
 
 
 def _known(columns: Mapping[str, Column], key: str) -> list[float]:

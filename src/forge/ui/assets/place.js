@@ -4,7 +4,7 @@ function readPlace() {
   const path = decodeURIComponent(location.pathname);
   const query = new URLSearchParams(location.search);
   const run = path.startsWith('/run/') ? path.slice('/run/'.length) : null;
-  return { run, view: query.get('view') || 'charts', query };
+  return { run, page: path === '/compare' ? 'compare' : run === null ? 'runs' : 'run', view: query.get('view') || 'charts', query };
 }
 
 function placeOf(run, query = {}) {

@@ -1,7 +1,17 @@
 // One run: its head, and below it the view that is chosen.
 
 const POINTS = 700;
-const VIEWS = { charts: 'Charts', rollouts: 'Rollouts', configuration: 'Configuration', events: 'Events' };
+
+// The views of a run, with the place of their tabs: what each is called, and `make(run, place)`, which returns a part: its
+// `node`, and where it has them its `keys`, `close()`, `refresh()`, when the run is described anew, and `hear(status)`,
+// with each step; and `turnTo(place)`, for another address of the same view. A file of a view adds its own.
+// `isThere(description)` says whether a run has it, `isEarly` that it needs nothing of what is asked for first.
+const VIEWS = {
+  charts: { at: 0, label: 'Charts' },
+  rollouts: { at: 10, label: 'Rollouts', isEarly: true, make: (run, place) => new RolloutsView(run.id, place), isThere: ({ hasRollouts, status }) => hasRollouts || status.summary.kind !== 'fine-tuning' },
+  configuration: { at: 40, label: 'Configuration', make: (run, place) => new ConfigurationView(run.id, run.runs, place) },
+  events: { at: 50, label: 'Events', make: (run, place) => new EventsView(run, place) },
+};
 
 class RunView {
   constructor(shell, place) {
@@ -10,7 +20,6 @@ class RunView {
     this.tabs = make('nav', { class: 'tabs', 'aria-label': 'Views' });
     this.body = make('div', { class: 'runbody' });
     this.node = make('div', { class: 'page' }, this.head, this.tabs, this.body);
-    this.renderTabs();
     this.begin(place);
   }
 
@@ -25,8 +34,11 @@ class RunView {
   }
 
   async begin(place) {
-    if (this.view === 'rollouts') this.renderRollouts(place); // which need nothing of what is asked for here
-    this.isBegun = this.view === 'rollouts';
+    this.isBegun = VIEWS[this.view].isEarly === true;
+    if (this.isBegun) {
+      this.renderTabs();
+      this.renderPart(place);
+    }
     try {
       const [description] = await Promise.all([ask('run', { run: this.id }), this.loadTable()]);
       this.description = description;
@@ -92,14 +104,9 @@ class RunView {
     const { board } = this;
     const { range } = board;
     if (!range || (this.table.stride <= 1 && this.progress >= 1)) return;
-    const { table } = this;
-    const first = table.steps[Math.max(0, table.after(board.axis, range[0]) - 1)];
-    const last = table.steps[Math.min(table.length - 1, table.after(board.axis, range[1]))];
-    const found = await ask('metrics', { run: this.id, points: POINTS, first, last, more: this.wantsMore ? 1 : null }).catch(() => null);
-    if (!found || board.range !== range) return;
-    board.detail = new Table(found);
-    board.detail.origin = this.table.origin;
-    board.detail.places = {};
+    const detail = await detailOf(this.table, board, { run: this.id, points: POINTS, more: this.wantsMore ? 1 : null });
+    if (!detail || board.range !== range) return;
+    board.detail = detail;
     board.draw();
   }
 
@@ -124,9 +131,10 @@ class RunView {
     this.progress = status.progress;
     this.renderHead();
     this.renderProgress();
-    this.part?.hear?.(status);
+    this.renderTabs();
     if (status.table !== this.tableId) this.reload();
     if (status.numNames !== before.numNames || status.details !== before.details) this.refresh();
+    this.part?.hear?.(status);
   }
 
   // Asks again for what changes seldom.
@@ -136,7 +144,8 @@ class RunView {
     const plans = JSON.stringify(this.description.charts);
     this.description = found;
     this.renderHead();
-    if (this.view === 'events') this.renderView(readPlace());
+    this.renderTabs();
+    if (this.part) this.part.refresh?.();
     else if (this.view === 'charts' && JSON.stringify(found.charts) !== plans) this.renderCharts();
     else if (this.view === 'charts') this.renderRest();
   }
@@ -173,9 +182,13 @@ class RunView {
 
   renderTabs() {
     this.node.dataset.view = this.view;
-    const { hasRollouts, status } = this.description || {};
-    const isWithout = status?.summary.kind === 'fine-tuning' && !hasRollouts;
-    this.tabs.replaceChildren(...Object.entries(VIEWS).filter(([view]) => view !== 'rollouts' || !isWithout || this.view === view).map(([view, label]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    const there = Object.entries(VIEWS).filter(([view, { isThere }]) => view === this.view || !isThere || (this.description && isThere(this.description))).sort(([, one], [, other]) => one.at - other.at);
+    const text = there.map(([view]) => `${view}${view === this.view ? '!' : ''}`).join();
+    if (text === this.tabText) return; // a link that is replaced loses the focus
+    this.tabText = text;
+    this.tabs.replaceChildren(...there.map(([view, { label }]) => link(placeOf(this.id, { view: view === 'charts' ? '' : view }), { 'aria-current': view === this.view ? 'page' : null, text: label })));
+    const chosen = this.tabs.querySelector('[aria-current]');
+    if (this.tabs.scrollWidth > this.tabs.clientWidth) this.tabs.scrollLeft = chosen.offsetLeft - this.tabs.clientWidth / 3;
   }
 
   // Shows another view of the same run.
@@ -185,31 +198,27 @@ class RunView {
       return;
     }
     this.view = VIEWS[place.view] ? place.view : 'charts';
-    this.renderTabs();
     if (!this.board) return;
+    this.renderTabs();
     this.recall(place.query);
     this.renderView(place);
   }
 
-  renderRollouts(place) {
-    this.part = new RolloutsView(this.id, place);
-    this.body.replaceChildren(this.part.node);
-  }
-
   renderView(place) {
-    const isThere = this.isBegun && this.view === 'rollouts';
+    const isThere = this.isBegun;
     this.isBegun = false;
     if (isThere) return;
     this.board.charts = [];
     this.board.listeners = this.board.listeners.filter((listener) => !listener.isOfView);
+    this.renderPart(place);
+    if (!this.part) this.renderChartView();
+  }
+
+  renderPart(place) {
     this.part?.close?.();
-    this.part = null;
-    if (this.view === 'charts') this.renderChartView();
-    else if (this.view === 'rollouts') this.renderRollouts(place);
-    else if (this.view === 'configuration') {
-      this.part = new ConfigurationView(this.id, this.runs, place);
-      this.body.replaceChildren(this.part.node);
-    } else this.body.replaceChildren(eventsView(this.description, this.table));
+    const { make: open } = VIEWS[this.view];
+    this.part = open ? open(this, place) : null;
+    if (this.part) this.body.replaceChildren(this.part.node);
   }
 
   // ---- Charts ----------------------------------------------------------------------------------------------------
@@ -251,34 +260,59 @@ class RunView {
   }
 
   filterCharts() {
-    const query = this.filter.value.toLowerCase();
-    this.sections.querySelectorAll('.chart').forEach((node) => { node.hidden = query !== '' && !node.textContent.toLowerCase().includes(query) && ![...node.querySelectorAll('.item')].some(({ title }) => title.includes(query)); });
-    this.sections.querySelectorAll('.charts').forEach((section) => { section.hidden = ![...section.querySelectorAll('.chart')].some((node) => !node.hidden); });
+    filterCharts(this.sections, this.filter.value);
   }
 
   // ---- The address -----------------------------------------------------------------------------------------------
 
   recall(query) {
-    const { board } = this;
-    const axis = query.get('x');
-    board.axis = AXES[axis] && board.table.has(axis) ? axis : 'step';
-    const range = (query.get('range') || '').split('~').map(Number);
-    board.range = range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
-    const smoothing = Number(query.get('smooth'));
-    board.smoothing = smoothing > 0 && smoothing < 1 ? smoothing : 0;
-    board.look();
-    const at = query.get('at');
-    if (at !== null && Number.isFinite(Number(at)) && board.table.length) Object.assign(board, { cursor: board.snap(Number(at)), pinned: true });
+    recallBoard(this.board, query);
   }
 
   changed(change) {
     if ('range' in change) this.loadDetail();
     if ('pin' in change && change.pin === undefined && !this.wasPinned) return; // the pointer moves
-    const { range, axis, smoothing, pinned, cursor } = this.board;
-    this.wasPinned = pinned;
-    const short = (value) => Number(value.toPrecision(8));
-    keep({ x: axis === 'step' ? '' : axis, range: range ? range.map(short).join('~') : '', smooth: smoothing || '', at: pinned ? short(cursor) : '' });
+    this.wasPinned = this.board.pinned;
+    keepBoard(this.board);
   }
+}
+
+// The rows of a table that a board shows now, in more detail; null where there is none.
+async function detailOf(table, { axis, range }, parameters) {
+  if (!range || !table.length || !table.has(axis)) return null;
+  const first = table.steps[Math.max(0, table.after(axis, range[0]) - 1)];
+  const last = table.steps[Math.min(table.length - 1, table.after(axis, range[1]))];
+  const found = await ask('metrics', { ...parameters, first, last }).catch(() => null);
+  if (!found) return null;
+  const detail = new Table(found);
+  detail.origin = table.origin;
+  detail.places = {};
+  return detail;
+}
+
+// Shows only charts whose title, help or metrics have these words.
+function filterCharts(sections, words) {
+  const query = words.toLowerCase();
+  sections.querySelectorAll('.chart').forEach((node) => { node.hidden = query !== '' && !node.textContent.toLowerCase().includes(query) && ![...node.querySelectorAll('.item')].some(({ title }) => title.includes(query)); });
+  sections.querySelectorAll('.charts').forEach((section) => { section.hidden = ![...section.querySelectorAll('.chart')].some((node) => !node.hidden); });
+}
+
+// Takes from the address how charts are drawn, and what is held.
+function recallBoard(board, query) {
+  const axis = query.get('x');
+  board.axis = AXES[axis] && board.table.has(axis) ? axis : 'step';
+  const range = (query.get('range') || '').split('~').map(Number);
+  board.range = range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
+  const smoothing = Number(query.get('smooth'));
+  board.smoothing = smoothing > 0 && smoothing < 1 ? smoothing : 0;
+  board.look();
+  const at = query.get('at');
+  if (at !== null && Number.isFinite(Number(at)) && board.table.length) Object.assign(board, { cursor: board.snap(Number(at)), pinned: true });
+}
+
+function keepBoard({ range, axis, smoothing, pinned, cursor }) {
+  const short = (value) => Number(value.toPrecision(8));
+  keep({ x: axis === 'step' ? '' : axis, range: range ? range.map(short).join('~') : '', smooth: smoothing || '', at: pinned && cursor !== null ? short(cursor) : '' });
 }
 
 function refused(error) {

@@ -19,7 +19,7 @@ function matches(run, words) {
 
 class RunsView {
   constructor(shell, place) {
-    Object.assign(this, { shell, runs: new Map(), rows: new Map(), version: 0, limit: SHOWN, chosen: null });
+    Object.assign(this, { shell, runs: new Map(), rows: new Map(), version: 0, limit: SHOWN, chosen: null, ticked: new Set() });
     this.state = { query: place.query.get('q') || '', kind: place.query.get('state') || '', sort: SORTS[place.query.get('sort')] ? place.query.get('sort') : 'changed' };
     this.chips = make('div', { class: 'chipbar', role: 'group', 'aria-label': 'State' });
     this.search = make('input', { type: 'search', value: this.state.query, placeholder: 'Search name, model, algorithm, tag  ( / )', 'aria-label': 'Search runs' });
@@ -27,9 +27,11 @@ class RunsView {
     this.body = make('div', { class: 'runlist', role: 'table', 'aria-label': 'Runs', 'data-test': 'runs' });
     this.note = make('p', { class: 'help', 'data-test': 'note' });
     this.root = make('p', { class: 'where' });
-    this.node = make('div', { class: 'page' }, make('div', { class: 'headline' }, make('h1', { text: 'Runs' }), this.root), make('div', { class: 'listbar' }, this.chips, this.search), this.body, this.note);
+    this.tray = make('div', { class: 'tray', role: 'region', 'aria-label': 'Compare', hidden: true, 'data-test': 'tray' });
+    this.node = make('div', { class: 'page' }, make('div', { class: 'headline' }, make('h1', { text: 'Runs' }), this.root), make('div', { class: 'listbar' }, this.chips, this.search), this.body, this.note, this.tray);
     this.keys = {
       '/': () => this.search.focus(), j: () => this.move(1), k: () => this.move(-1), ArrowDown: () => this.move(1), ArrowUp: () => this.move(-1),
+      x: () => this.tick(this.chosen), c: () => this.compare(),
     };
     document.title = 'Runs · TorchForge';
     this.news = new News(() => ({ version: this.version }), (name, data) => { if (name === 'list') this.take(data); }, (isUp) => shell.connected(isUp));
@@ -43,7 +45,7 @@ class RunsView {
     if (version < this.version) this.runs.clear(); // another server
     this.version = version;
     runs.forEach((run) => this.runs.set(run.id, run));
-    gone.forEach((id) => this.runs.delete(id));
+    gone.forEach((id) => { this.runs.delete(id); this.ticked.delete(id); });
     this.root.textContent = root;
     Object.assign(this, { isComplete, isCut });
     this.render();
@@ -113,15 +115,41 @@ class RunsView {
     const facts = [run.kind === 'evaluation' ? 'evaluation' : run.algorithm, run.model].filter((word) => word).join(' · ');
     const node = make(
       'div', { class: `runrow${run.id === this.chosen ? ' chosen' : ''}`, role: 'row', 'data-run': run.id },
-      make('div', { role: 'cell', class: 'what' }, link(address, { class: 'open', text: run.id === '.' ? run.name : run.id }), make('small', { text: facts }), tagList(run.tags)),
+      make('div', { role: 'cell', class: 'what' }, this.box(run), link(address, { class: 'open', text: run.id === '.' ? run.name : run.id }), make('small', { text: facts }), tagList(run.tags)),
       make('div', { role: 'cell', class: 'how' }, statePill(run.state)),
       make('div', { role: 'cell', class: 'far' }, ...this.progress(run)),
       make('div', { role: 'cell', class: 'result' }, make('b', { text: run.value === null ? '–' : figure(run.value) }), make('small', { text: run.metric }), sparkLine(run.spark.map((value, at) => [at, value]))),
       make('div', { role: 'cell', class: 'when' }, agoNode(run.changed), make('small', { text: run.started !== null && run.changed > run.started ? span(run.changed - run.started) : '' })),
     );
-    node.addEventListener('click', (event) => { if (!event.target.closest('a, button') && !String(getSelection())) go(address); });
+    node.addEventListener('click', (event) => { if (!event.target.closest('a, button, input') && !String(getSelection())) go(address); });
     this.rows.set(run.id, { run, node });
     return node;
+  }
+
+  // ---- Choosing runs to compare ----------------------------------------------------------------------------------
+
+  box({ id }) {
+    const box = make('input', { type: 'checkbox', class: 'tick', checked: this.ticked.has(id), 'aria-label': `Compare ${id}`, title: 'Compare (x)' });
+    box.addEventListener('change', () => this.tick(id));
+    return box;
+  }
+
+  tick(id) {
+    if (id === null || !this.runs.has(id)) return;
+    if (!this.ticked.delete(id)) this.ticked.add(id);
+    const box = this.rows.get(id)?.node.querySelector('.tick');
+    if (box) box.checked = this.ticked.has(id);
+    const count = this.ticked.size;
+    const told = count < 2 ? 'Tick another run to compare' : count > MOST_COMPARED ? `${MOST_COMPARED} runs can be compared at a time` : `Compare ${count} runs`;
+    this.tray.hidden = !count;
+    this.tray.replaceChildren(
+      count < 2 || count > MOST_COMPARED ? make('span', { text: told }) : link(compareAddress([...this.ticked]), { class: 'act', text: told }),
+      make('button', { type: 'button', text: 'untick all', on: { click: () => [...this.ticked].forEach((each) => this.tick(each)) } }),
+    );
+  }
+
+  compare() {
+    if (this.ticked.size >= 2 && this.ticked.size <= MOST_COMPARED) go(compareAddress([...this.ticked]));
   }
 
   progress({ step, total_steps: total, kind }) {

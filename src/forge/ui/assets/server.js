@@ -7,9 +7,18 @@ class Refusal extends Error {
   }
 }
 
+// Of a parameter that is a list every value is sent.
+function queryOf(parameters) {
+  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined);
+  return new URLSearchParams(given.flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each ?? ''])));
+}
+
 async function ask(path, parameters = {}) {
-  const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined));
-  const answer = await fetch(`/api/${path}?${query}`, { cache: 'no-store' });
+  const answer = await fetch(`/api/${path}?${queryOf(parameters)}`, { cache: 'no-store' });
+  return readAnswer(answer);
+}
+
+async function readAnswer(answer) {
   if (answer.ok) return answer.json();
   const told = await answer.json().catch(() => null);
   throw new Refusal(answer.status, told?.error?.message || `the server answered with status ${answer.status}`);
@@ -17,7 +26,7 @@ async function ask(path, parameters = {}) {
 
 const RETRY_MS = 1500;
 
-// News of the list, and of one run. The connection is closed while the page is hidden: a browser has six for a server.
+// News of the list, and of runs. The connection is closed while the page is hidden: a browser has six for a server.
 class News {
   // `parameters()` says what the page has already; `heard(name, data)` is called with each event.
   constructor(parameters, heard, changed) {
@@ -30,8 +39,7 @@ class News {
   open() {
     clearTimeout(this.retry);
     if (this.source || document.hidden) return;
-    const query = new URLSearchParams(Object.entries(this.parameters()).filter(([, value]) => value !== null && value !== undefined));
-    const source = new EventSource(`/api/events?${query}`);
+    const source = new EventSource(`/api/events?${queryOf(this.parameters())}`);
     this.source = source;
     source.addEventListener('open', () => this.tell(0));
     source.addEventListener('error', () => {

@@ -21,7 +21,7 @@ function recallTheme() {
 
 const KEYS = [
   ['/', 'search'], ['← →', 'on a chart: move the cursor; elsewhere: previous and next'], ['+ −', 'on a chart: zoom'], ['Esc', 'whole run, no cursor'],
-  ['j k', 'next and previous row of a list'], ['Enter', 'open the row'], ['c', 'on rollouts: the group side by side'], ['g', 'list of runs'], ['t', 'light or dark'], ['?', 'these keys'],
+  ['j k', 'next and previous row of a list'], ['Enter', 'open the row'], ['x', 'tick the row, to compare runs'], ['c', 'compare the ticked runs; on rollouts: the group side by side'], ['g', 'list of runs'], ['t', 'light or dark'], ['?', 'these keys'],
 ];
 
 class Shell {

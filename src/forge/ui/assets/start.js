@@ -9,9 +9,11 @@ function start() {
       shell.view.turn(place);
       return;
     }
-    const view = place.run === null ? new RunsView(shell, place) : new RunView(shell, place);
-    const crumbs = place.run === null ? [] : [link('/', { text: 'Runs' }), make('span', { text: '/', 'aria-hidden': 'true' }), make('b', { text: place.run })];
-    shell.show(view, crumbs);
+    if (place.page === 'compare' && shell.view instanceof CompareView && shell.view.turn(place)) return;
+    const pages = { runs: RunsView, run: RunView, compare: CompareView };
+    const trail = (text) => [link('/', { text: 'Runs' }), make('span', { text: '/', 'aria-hidden': 'true' }), make('b', { text })];
+    const crumbs = { runs: [], run: trail(place.run), compare: trail('Compare') };
+    shell.show(new pages[place.page](shell, place), crumbs[place.page]);
   };
   shell.again = () => {
     shell.view.id = null; // so that the same run is begun anew

@@ -11,7 +11,7 @@ function toolBar(board, { jump = null, more = [] } = {}) {
   axes.addEventListener('change', () => board.show({ axis: axes.value }));
   const tell = () => {
     const { cursor, pinned, range } = board;
-    reading.textContent = cursor === null ? 'Point at a curve; click to hold the step, drag to zoom' : `Step ${board.stepAt(cursor)}${placeText(board)}${pinned ? ' · held' : ''}`;
+    reading.textContent = cursor === null ? 'Point at a curve; click to hold the step, drag to zoom' : `${board.cursorText()}${pinned ? ' · held' : ''}`;
     go.hidden = !(pinned && jump);
     reset.hidden = range === null;
     slider.value = board.smoothing;
@@ -20,11 +20,6 @@ function toolBar(board, { jump = null, more = [] } = {}) {
   board.listeners.push(tell);
   tell();
   return make('nav', { class: 'bar', 'aria-label': 'Charts' }, reading, go, reset, ...more, axes, make('label', {}, make('span', { text: 'Smoothing' }), slider));
-}
-
-function placeText({ axis, cursor }) {
-  if (axis === 'time') return `, after ${span(cursor)}`;
-  return axis === 'tokens' ? `, ${figure(cursor)} tokens` : '';
 }
 
 function offerAxes(axes, board) {

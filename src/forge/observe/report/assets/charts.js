@@ -33,6 +33,13 @@ class Board {
     return table.length ? table.steps[table.nearest(this.axis, x)] : null;
   }
 
+  // Where the cursor is, in words.
+  cursorText() {
+    const { axis, cursor } = this;
+    const place = { time: () => `, after ${span(cursor)}`, tokens: () => `, ${figure(cursor)} tokens` }[axis];
+    return `Step ${this.stepAt(cursor)}${place ? place() : ''}`;
+  }
+
   // Without `pin` the cursor follows the pointer unless it is pinned; true pins it, false lets it go.
   point(x, pin) {
     if (pin === undefined && (this.pinned || x === this.cursor)) return;
@@ -86,6 +93,7 @@ class Chart {
   constructor(plan, board) {
     Object.assign(this, { plan, board, isLog: false, isShare: false, isTall: false, isDirty: false, isSeen: !board.lazy, hidden: new Set() });
     this.svg = draw('svg', { class: 'plot', tabindex: 0, role: 'img', 'data-keys': true, 'aria-label': this.summary() });
+    this.over = draw('svg', { class: 'plot over', 'aria-hidden': 'true' });
     this.legend = make('div', { class: 'legend' });
     this.values = new Map();
     plan.series.forEach((series, place) => this.legend.append(this.legendItem(series, place)));
@@ -93,7 +101,7 @@ class Chart {
       'section', { class: 'card chart', 'data-title': plan.title },
       make('header', {}, make('h3', { text: plan.title }), this.switches()),
       plan.help ? make('p', { class: 'help', title: plan.help, text: plan.help }) : null,
-      this.svg,
+      make('div', { class: 'plotbox' }, this.svg, this.over),
       this.legend,
     );
     this.listen();
@@ -291,7 +299,7 @@ class Chart {
     this.x = linear(...this.board.span, left, width - PLOT.right);
     this.y = (this.isLog ? logarithmic : linear)(low, high, bottom, PLOT.top);
     this.frame = { left, right: width - PLOT.right, bottom, height };
-    this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+    [this.svg, this.over].forEach((svg) => svg.setAttribute('viewBox', `0 0 ${width} ${height}`));
     this.cursorMarks = draw('g', { class: 'cursor' });
     this.selection = draw('rect', { class: 'selection', y: PLOT.top, height: bottom - PLOT.top, width: 0 });
     this.svg.replaceChildren(
@@ -299,9 +307,8 @@ class Chart {
       ...this.axisLabels(width),
       ...layers.flatMap((layer) => this.shapes(layer)),
       ...this.oddMarks(),
-      this.selection,
-      this.cursorMarks,
     );
+    this.over.replaceChildren(this.selection, this.cursorMarks); // apart: the curves are not painted again as it moves
     this.drawn = layers;
     this.mark();
   }
@@ -367,10 +374,14 @@ class Chart {
     const x = this.x(cursor);
     const marks = [draw('line', { x1: x, x2: x, y1: PLOT.top, y2: this.frame.bottom })];
     this.drawn.forEach(({ line, place }) => {
-      const point = line.find(([at]) => at === cursor);
-      if (point) marks.push(draw('circle', { class: `tone${place % 8}`, cx: x, cy: this.y(point[1]), r: 3.6 }));
+      const point = this.pointAt(line, cursor);
+      if (point) marks.push(draw('circle', { class: `tone${place % 8}`, cx: this.x(point[0]), cy: this.y(point[1]), r: 3.6 }));
     });
     this.cursorMarks.replaceChildren(...marks);
+  }
+
+  pointAt(line, cursor) {
+    return line.find(([at]) => at === cursor);
   }
 
   // What a metric was at a place of the axis, or last.

@@ -1,0 +1,198 @@
+"""What the rules look at: the metrics of a run by step, its evaluations, its configuration, and recorded
+completions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from forge.config.loading import FILE_NAME
+from forge.config.yaml_text import read_yaml
+from forge.errors import DataError
+from forge.observe.jsonl import read_jsonl
+from forge.observe.report.reading import setting_of
+from forge.observe.report.samples import json_lines
+from forge.observe.sink import EVALUATION, EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS
+
+ROLLOUTS: Final = re.compile(r"(step|fruitless)_(\d+)\.jsonl")
+FIRST: Final = 3
+"""How many of the first steps a mean is taken over: runs learn fast at first."""
+_MOST_FILES: Final = 6
+"""Files of rollouts that are read: those of the last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """How a metric moved: its means over the first and the last steps, and the standard error of their difference,
+    judged by how much the metric jumps from step to step."""
+
+    first: float
+    last: float
+    error: float
+
+    @property
+    def change(self) -> float:
+        return self.last - self.first
+
+    def is_significant(self, *, sigmas: float = 3.0) -> bool:
+        """Whether first and last differ by more than the noise of single steps explains."""
+        return abs(self.change) > sigmas * self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a run wrote.
+
+    Attributes:
+        folder: the run's.
+        steps: the steps that it learned in, ascending.
+        columns: for each metric one number per step; NaN where the step has none.
+        evaluations: the held-out evaluations, with the steps after which they were made.
+        config: config.yaml as plain data.
+        num_dropped_at_end: groups that taught nothing since the last step, as the ledger has them.
+        nonfinite: for each metric the first step at which it was NaN or infinite.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    columns: Mapping[str, tuple[float, ...]]
+    evaluations: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    num_dropped_at_end: int = 0
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
+
+    def setting(self, path: str) -> Any:
+        """Return a value of the configuration by its dotted path; None where there is none."""
+        return setting_of(self.config, path)
+
+    def column(self, name: str) -> tuple[float, ...]:
+        """Return a metric for each step: 0 where the step has none but others do, nothing where no step has it."""
+        found = self.columns.get(name, ())
+        return tuple(0.0 if math.isnan(value) else value for value in found)
+
+    @property
+    def window(self) -> int:
+        """How many of the last steps a mean is taken over."""
+        return min(10, max(3, len(self.steps) // 5))
+
+    def trend(self, name: str) -> Trend | None:
+        """Return how a metric moved; None where there are too few steps, or the metric is not there."""
+        values, size = self.column(name), self.window
+        if len(values) < FIRST + size:
+            return None
+        error = noise(values) * math.sqrt(1 / FIRST + 1 / size)
+        return Trend(_mean(values[:FIRST]), _mean(values[-size:]), error)
+
+    def recent(self, name: str) -> float:
+        """Return the mean of a metric over the last steps; NaN where it is not there."""
+        values = self.column(name)[-self.window :]
+        return _mean(values) if values else math.nan
+
+    @property
+    def num_groups(self) -> tuple[float, ...]:
+        """Groups that were scored for each step, those without signal included."""
+        learned = self.column("rollout/num_groups")
+        dropped = self.column("rollout/num_no_signal") or (0.0,) * len(learned)
+        is_kept = self.setting("rollout.no_signal") == "keep"
+        return learned if is_kept else tuple(a + b for a, b in zip(learned, dropped, strict=True))
+
+    def solved(self) -> list[tuple[int, float]]:
+        """Return the fraction of held-out completions that are solved, by step."""
+        return [
+            (step, value)
+            for step, values in self.evaluations
+            for name, value in values.items()
+            if name.startswith(f"{EVALUATION}avg@")
+        ]
+
+    def held_out(self, name: str) -> list[tuple[int, float]]:
+        """Return a metric of the evaluations, by step."""
+        return [(step, values[name]) for step, values in self.evaluations if name in values]
+
+    def episodes(self, kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield recorded episodes of the last steps, newest first, each with where it is: `FILE:LINE`. `kind` is `step`
+        for what was learned from, `fruitless` for what taught nothing."""
+        names = [
+            (int(found[2]), path)
+            for path in (self.folder / "rollouts").glob(f"{kind}_*.jsonl")
+            if (found := ROLLOUTS.fullmatch(path.name))
+        ]
+        for _, path in sorted(names, reverse=True)[:_MOST_FILES]:
+            with open(path, "rb") as file:
+                for number, fields in enumerate(json_lines(file), start=1):
+                    if fields is not None:
+                        yield f"rollouts/{path.name}:{number}", fields
+
+
+def noise(values: Sequence[float]) -> float:
+    """Return by how much single values stray, judged by how much they jump: a trend does not count."""
+    return math.sqrt(_mean([(later - earlier) ** 2 / 2 for earlier, later in pairwise(values)]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read the folder of a run of reinforcement learning, running or not.
+
+    `DataError` where there is no such run, or none that has evaluated or taken a step.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(
+            "this folder has no metrics of a run",
+            path=str(path),
+            rule="the folder of a run, RUN_OUTPUT_DIR/RUN_NAME, with its metrics.jsonl",
+            repair="check the path; the run needs metrics.jsonl: true",
+        )
+    rows: dict[int, dict[str, float]] = {}
+    nonfinite: dict[str, int] = {}
+    for line in read_jsonl(path):
+        for name, value in line.values.items():
+            if not isinstance(value, int | float):
+                continue
+            rows.setdefault(line.step, {})[name] = float(value)
+            if not math.isfinite(value):
+                nonfinite.setdefault(name, line.step)
+    steps = sorted(step for step, values in rows.items() if REWARD_MEAN in values)
+    evaluations = [
+        (step, {name: value for name, value in rows[step].items() if name.startswith(EVALUATION)})
+        for step in sorted(rows)
+        if EVALUATION_REWARD in rows[step]
+    ]
+    if not steps and any(TRAIN_LOSS in values for values in rows.values()):
+        raise _refusal(path, "it has no rewards", "the folder of a run of reinforcement learning")
+    if not steps and not evaluations:
+        raise _refusal(path, "it has no step and no evaluation yet", "a run that has taken a step")
+    names = {name for step in steps for name in rows[step]}
+    columns = {name: tuple(rows[step].get(name, math.nan) for step in steps) for name in names}
+    dropped = _dropped_after(folder / "ledger.jsonl", steps[-1] if steps else 0)
+    return Evidence(folder, tuple(steps), columns, tuple(evaluations), _config(folder), dropped, nonfinite)
+
+
+def _refusal(path: Path, why: str, rule: str) -> DataError:
+    repair = "give another folder, or wait for the run's first step; `forge report` shows runs of every kind"
+    return DataError(f"this run cannot be diagnosed: {why}", path=str(path), rule=rule, repair=repair)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        data = read_yaml((folder / FILE_NAME).read_text(encoding="utf-8"), source=FILE_NAME).data
+    except OSError:
+        return {}
+    return data if isinstance(data, Mapping) else {}
+
+
+def _dropped_after(path: Path, step: int) -> int:
+    """Return how many groups the ledger has dropped since a step."""
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        lines = (fields for fields in json_lines(file) if fields is not None)
+        return sum(line.get("step", 0) > step and line.get("outcome") != "trained" for line in lines)
