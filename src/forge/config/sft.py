@@ -145,8 +145,8 @@ class MetricsConfig(ConfigModel):
     )
     progress: bool | None = Field(
         default=None,
-        description="Whether progress is shown: null for a panel on a terminal, charts in a notebook, and lines while the "
-        "run starts elsewhere; false for nothing; true for a bar where there is no terminal.",
+        description="Whether progress is shown: null for a panel on a terminal, charts in a notebook, and lines while "
+        "the run starts elsewhere; false for nothing; true for a bar where there is no terminal.",
     )
     jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
