@@ -114,7 +114,7 @@ class SimulatedGroup:
         self.pids = ((host, pid),)
         self._on_death: list[Callable[[str], None]] = []
         host.num_groups += 1
-        host.watch._exits[pid] = lambda: self.fail(f"host {host.name} was lost")  # type: ignore[attr-defined]
+        host.watch._exits[pid] = [lambda: self.fail(f"host {host.name} was lost")]  # type: ignore[attr-defined]
 
     @property
     def is_alive(self) -> bool:
@@ -136,7 +136,7 @@ class SimulatedWatch(AgentWatch):
 
     def __init__(self, host: Host, network: Network, timings: HostTimings) -> None:
         self._host, self._timings, self._network = host, timings, network
-        self._exits: dict[int, Callable[[], None]] = {}
+        self._exits: dict[int, list[Callable[[], None]]] = {}
         self._lost, self._heard, self._is_closed = asyncio.Event(), asyncio.Event(), False
         self._reports: Any = asyncio.Queue()
         self._reports.recv = self._reports.get
