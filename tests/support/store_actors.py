@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import signal
 import socket
 import struct
+import threading
 from typing import Any
 
 import torch
@@ -221,6 +223,21 @@ async def used(_: Rank) -> dict[str, bool]:
     }
 
 
+async def relaying(_: Rank) -> dict[str, int]:
+    """How this process reads parts of other hosts: how many it relays, how many it maps that another process of its
+    host relays, and how many segments it maps of those who published."""
+    from forge.store.client import client
+    from forge.store.records import memory_label
+
+    here = client()
+    relayed = [name for name in here._opened if name.startswith(memory_label(0)[:-1])]
+    return {
+        "relays": len(here.data_plane.relayed._copies),
+        "maps": len(relayed),
+        "publishers": len(here._opened) - len(relayed),
+    }
+
+
 async def num_segments(_: Rank) -> int:
     from forge.store.client import client
 
@@ -330,21 +347,42 @@ async def die_while_serving(_: Rank, num_requests: int) -> None:
     die_after(num_requests)
 
 
-async def num_bytes_sent(_: Rank) -> int:
-    """Bytes that this process's data server has sent over connections that are open still, as the kernel counts.
-
-    What TCP sent once more, as it does on a busy machine, does not count.
-    """
-    from forge.store.client import client
-
+def sent_over(connection: socket.socket) -> int:
+    """Bytes that were sent over a TCP connection, as the kernel counts. What TCP sent once more, as it does on a busy
+    machine, does not count."""
     sent_at = 200  # of tcpi_bytes_sent in the kernel's struct tcp_info; tcpi_bytes_retrans follows
-    total = 0
-    server = client().data_plane.serve()
-    for connection in list(server._connections.values()):
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        sent, sent_again = struct.unpack_from("<QQ", info, sent_at)
-        total += sent - sent_again
-    return total
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    sent, sent_again = struct.unpack_from("<QQ", info, sent_at)
+    return int(sent - sent_again)
+
+
+_sent_before_end: dict[threading.Thread, int] = {}
+"""For each connection of the data server that has ended, by its thread, the bytes that it sent."""
+
+
+async def num_bytes_sent(_: Rank) -> int:
+    """Bytes that this process's data server has sent, over connections that have ended since the first call too: a
+    relay closes its own when it has all that it wants."""
+    from forge.store.client import client
+    from forge.store.transports.tcp_server import DataServer
+
+    serve: Any = DataServer._serve
+    if serve.__name__ != "counted":
+
+        def counted(server: Any, connection: socket.socket) -> None:
+            try:
+                serve(server, connection)
+            finally:
+                _sent_before_end[threading.current_thread()] = sent_over(connection)
+
+        DataServer._serve = counted  # type: ignore[method-assign]
+    server, found = client().data_plane.serve(), {}
+    with server._lock:
+        running = list(server._connections.items())
+    for thread, handle in running:
+        with contextlib.suppress(OSError):  # it has just ended, and was counted before
+            found[thread] = sent_over(handle)
+    return sum((found | _sent_before_end).values())
 
 
 async def host_and_pid(_: Rank) -> tuple[str, int]:
