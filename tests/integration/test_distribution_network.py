@@ -135,6 +135,10 @@ def test_without_relays_each_reader_gets_it_from_the_publisher(field: Field) -> 
     assert [answer["relay"] for answer in answers] == [None] * sum(NUM_READERS)
     assert [round(meter.received(host)) for host in field.hosts] == list(NUM_READERS)
     assert meter.sent(field.home) >= sum(NUM_READERS)
+    late = field.new_reader(field.hosts[0])
+    field.fetch(late)
+    assert not late.run("is_serving"), "it opens no port"
+    late.kill()
 
 
 def test_readers_with_other_shards_share_what_they_have_in_common(field: Field) -> None:
@@ -219,6 +223,7 @@ def test_a_host_that_is_cut_off_delays_no_other(field: Field) -> None:
             reader.send_signal(signal.SIGKILL)
         field.network.heal()
     wait_for(lambda: not any(reader.is_running for reader in field.readers[0]), "they have ended", field.logs)
+    field.set_speed(MBIT)
     field.publish()
     late = field.new_reader(lost)
     (answer,) = field.fetch(late)

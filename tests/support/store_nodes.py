@@ -303,6 +303,12 @@ class Commands:
             "relaying": sum(thread.name == "forge-relay" for thread in threading.enumerate()),
         }
 
+    def is_serving(self) -> bool:
+        """Return whether other processes can connect to this one."""
+        from forge.store.client import client
+
+        return client().data_plane._server is not None
+
     def cpu(self) -> float:
         """CPU seconds that this process has used."""
         return cpu_s()
