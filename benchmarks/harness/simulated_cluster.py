@@ -15,9 +15,10 @@ from typing import Any
 from forge import ForgeActor, endpoint
 from forge.errors import ActorFailure
 from forge.runtime.endpoints import specs_of
-from forge.runtime.group import GroupSpec, PendingCalls
+from forge.runtime.group import GroupSpec
 from forge.runtime.hosts import AgentWatch, Host, HostFacts, HostTimings
 from forge.runtime.membership import Membership
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import OK, reply_channel
 from forge.runtime.serialization import encode
 from forge.service.calls import CallPath
