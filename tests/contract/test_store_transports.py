@@ -60,7 +60,7 @@ WAYS = [
     Way("publisher elsewhere", "shm", ELSEWHERE, volumes=2, copies=2),
     Way("volumes elsewhere", "tcp", ELSEWHERE, TCP, volumes=2, copies=2),
     Way("direct", "tcp", ELSEWHERE, DIRECT),
-    Way("relayed", "shm", ELSEWHERE),
+    Way("relayed", "relayed", ELSEWHERE),
 ]
 
 

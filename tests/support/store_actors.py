@@ -211,21 +211,22 @@ async def check_as(_: Rank, key: str, shapes: Shapes, stored: str, wanted: str, 
     return fetched.digest
 
 
-async def used(_: Rank) -> dict[str, bool]:
+async def used(rank: Rank) -> dict[str, bool]:
     """Which ways of reading this process has used so far."""
     from forge.store.client import client
 
-    here = client()
+    data_plane, found = client().data_plane, await relaying(rank)
     return {
-        "shm": bool(here._opened),
-        "tcp": bool(here.data_plane._readers),
-        "rdma": here.data_plane._rdma_reader is not None,
+        "shm": found["publishers"] > 0,
+        "relayed": found["relays"] + found["maps"] > 0,
+        "tcp": bool(data_plane._readers),
+        "rdma": data_plane._rdma_reader is not None,
     }
 
 
 async def relaying(_: Rank) -> dict[str, int]:
-    """How this process reads parts of other hosts: how many it relays, how many it maps that another process of its
-    host relays, and how many segments it maps of those who published."""
+    """How many parts of other hosts this process relays, how many it maps that another process of its host relays, and
+    how many segments it maps of those who published."""
     from forge.store.client import client
     from forge.store.records import memory_label
 
