@@ -85,8 +85,8 @@ async def serve() -> None:
 
 async def publish_and_fetch() -> None:
     """Weights that two ranks of one host publish by rows, and two of the other host fetch by columns."""
-    from store_actors import num_bytes_sent, relaying
     from store_hosts_controller import NUM_BYTES, SHAPES, Place, answers, fetched
+    from store_traffic import num_bytes_sent, relaying
 
     place = Place()
     await place.open()

@@ -18,7 +18,8 @@ import forge
 import forge.store as ts
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
-from store_actors import Rank, host_and_pid, num_bytes_sent, relaying
+from store_actors import Rank, host_and_pid
+from store_traffic import num_bytes_sent, relaying
 
 SHAPES = {"a": (256, 384), "b": (384, 256), "c": (64, 40, 16)}
 NUM_BYTES = 4 * (2 * 256 * 384 + 64 * 40 * 16)
