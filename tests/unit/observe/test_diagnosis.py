@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forge.cli import main
-from forge.errors import ConfigError, DataError
+from forge.errors import DataError
 from forge.observe.diagnosis import diagnose, diagnosis_lines, read_evidence
 from forge.observe.diagnosis.evidence import noise
 from forge.observe.diagnosis.policy import with_jump
@@ -284,10 +284,12 @@ def test_a_folder_that_cannot_be_diagnosed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(1, {"train/loss": 1.0}))
     with pytest.raises(DataError, match="it has no rewards") as caught:
         diagnose(tmp_path)
-    assert caught.value.rule == "the folder of a run of reinforcement learning"
+    assert caught.value.rule == "a run of reinforcement learning"
+    assert caught.value.repair == "use `forge report`, which shows runs of every kind"
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="it has no step and no evaluation yet"):
+    with pytest.raises(DataError, match="it has no step and no evaluation yet") as caught:
         diagnose(tmp_path)
+    assert caught.value.repair == "wait for its first step"
 
 
 def test_the_error_names_the_runs_of_a_folder(tmp_path: Path) -> None:
@@ -304,9 +306,10 @@ def test_the_error_names_the_runs_of_a_folder(tmp_path: Path) -> None:
 
 def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path, {"rollout/reward_mean": [0.5] * 3}, config="run: {name: a")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(DataError, match="configuration of this run cannot be read") as caught:
         diagnose(folder)
-    assert str(folder / "config.yaml") in str(refused.value)
+    assert str(caught.value.path).startswith(str(folder / "config.yaml"))
+    assert "move it away" in str(caught.value.repair)
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"step": 2', '"step: 2'))
     with pytest.raises(DataError) as caught:

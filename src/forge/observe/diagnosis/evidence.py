@@ -169,9 +169,16 @@ def read_evidence(folder: Path) -> Evidence:
         for step in table.steps_with(EVALUATION_REWARD)
     ]
     if not steps and table.steps_with(TRAIN_LOSS):
-        raise _refusal(path, "it has no rewards", "the folder of a run of reinforcement learning")
+        raise _refusal(
+            path,
+            "it has no rewards",
+            "a run of reinforcement learning",
+            "use `forge report`, which shows runs of every kind",
+        )
     if not steps and not evaluations:
-        raise _refusal(path, "it has no step and no evaluation yet", "a run that has taken a step")
+        raise _refusal(
+            path, "it has no step and no evaluation yet", "a run that has taken a step", "wait for its first step"
+        )
     dropped = _dropped_after(folder / "ledger.jsonl", steps[-1] if steps else 0)
     columns = {name: table.at(steps, name) for name in table.columns} if steps else {}
     return Evidence(folder, tuple(steps), columns, tuple(evaluations), _config(folder), dropped, table.nonfinite)
@@ -234,18 +241,24 @@ def _no_metrics(folder: Path) -> DataError:
     )
 
 
-def _refusal(path: Path, why: str, rule: str) -> DataError:
-    repair = "give another folder, or wait for the run's first step; `forge report` shows runs of every kind"
+def _refusal(path: Path, why: str, rule: str, repair: str) -> DataError:
     return DataError(f"this run cannot be diagnosed: {why}", path=str(path), rule=rule, repair=repair)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / FILE_NAME
-    try:
-        data = read_yaml(path.read_text(encoding="utf-8"), source=str(path)).data
-    except OSError:
+    if not path.is_file():
         return {}
-    return data if isinstance(data, Mapping) else {}
+    document = read_yaml(path.read_text(encoding="utf-8", errors="replace"), source=str(path))
+    if not document.readable:
+        (problem, *_) = document.problems
+        raise DataError(
+            "the configuration of this run cannot be read",
+            path=problem.path,
+            rule=problem.rule,
+            repair="correct the file, or move it away: the rules then know only the metrics",
+        )
+    return document.data if isinstance(document.data, Mapping) else {}
 
 
 def _dropped_after(path: Path, step: int) -> int:
