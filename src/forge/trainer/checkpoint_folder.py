@@ -172,9 +172,10 @@ def _another_run(folder: Path) -> str:
     """Return what to do where these checkpoints are in the way of a new run."""
     run = folder.parent
     is_in_run = folder.name == "checkpoints" and (run / "config.yaml").is_file()
-    name = next(each for number in count(2) if not (run.parent / (each := f"{run.name}-{number}")).exists())
+    free = next(each for number in count(2) if not (run.parent / (each := f"{run.name}-{number}")).exists())
+    name = free if is_in_run else "NAME"
     return (
-        f"add --resume to continue that run, or run.name={name if is_in_run else 'NAME'} for a new one in its own folder"
+        f"add --resume to continue that run, or run.name={name} for a new one in its own folder"
         + (f", or remove {run} to start over" if is_in_run else "")
         + "; a run that is done continues with a larger training.max_steps; in Python, set checkpointing.resume=auto "
         "instead of --resume"

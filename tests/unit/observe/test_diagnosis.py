@@ -319,7 +319,7 @@ def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
 
 def test_a_run_that_has_only_evaluated_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(0, {"evaluation/reward": 0.2, "evaluation/avg@1": 0.2}))
-    assert list(diagnosis_lines(diagnose(tmp_path)))[0] == f"{tmp_path}: 0 steps"
+    assert next(iter(diagnosis_lines(diagnose(tmp_path)))) == f"{tmp_path}: 0 steps"
     assert names(tmp_path) == []
 
 
@@ -392,5 +392,6 @@ def test_a_run_without_configuration_and_rollouts_is_diagnosed_from_its_metrics(
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = f"import sys; from forge.cli import main; main(['diagnose', {str(RECORDED / 'healthy')!r}]); sys.exit('torch' in sys.modules)"
+    folder = str(RECORDED / "healthy")
+    code = f"import sys; from forge.cli import main; main(['diagnose', {folder!r}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

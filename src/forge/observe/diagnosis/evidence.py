@@ -80,8 +80,8 @@ class Evidence:
     def column(self, name: str) -> tuple[float, ...]:
         """Return a metric for each step; nothing where no step has it.
 
-        Where a step has none, a count is 0, and another metric is as in the step before: a critic's warm-up has no
-        entropy, and no entropy of 0.
+        Where a step has none, a count is 0, and another metric is as in the step before: a policy has an
+        entropy while its critic warms up, and it is not 0.
         """
         found = self.columns.get(name, ())
         if name.startswith(_COUNTS):
@@ -219,11 +219,8 @@ class _Table:
 
     def steps_with(self, name: str) -> list[int]:
         """Return the steps that have a metric, ascending."""
-        return (
-            sorted(step for step in self._places if not math.isnan(self._value(step, name)))
-            if name in self.columns
-            else []
-        )
+        steps = self._places if name in self.columns else ()
+        return sorted(step for step in steps if not math.isnan(self._value(step, name)))
 
 
 def _no_metrics(folder: Path) -> DataError:

@@ -135,14 +135,10 @@ def _fall(run: Evidence) -> int | None:
     rewards, groups = run.column(REWARD_MEAN), run.num_groups
     spreads = run.column(REWARD_STD) or (0.0,) * len(rewards)
     floor = min(0.0, *rewards)
-    best, best_error, jumps = -math.inf, 0.0, 0.0
+    best, best_error, jumps = -math.inf, 0.0, noise(rewards[: FIRST - 1])
     for place in range(FIRST, len(rewards) - _PAIR + 1):
         before, after = slice(place - _PAIR, place), slice(place, place + _PAIR)
-        jumps = (
-            noise(rewards[:place])
-            if place == FIRST
-            else with_jump(jumps, rewards[place - 2 : place], num_jumps=place - 1)
-        )
+        jumps = with_jump(jumps, rewards[place - 2 : place], num_jumps=place - 1)
         mean = statistics.fmean(rewards[before])
         if mean > best:
             best, best_error = mean, _error(spreads[before], groups[before])
