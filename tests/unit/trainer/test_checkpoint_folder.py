@@ -139,7 +139,7 @@ def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
 def test_a_name_that_is_free_is_given_where_the_run_is_known(tmp_path: Path) -> None:
     run = tmp_path / "grpo"
     make(run / "checkpoints", 7)
-    with pytest.raises(CheckpointError, match="run.name=NAME"):  # without its configuration it may be anything
+    with pytest.raises(CheckpointError, match=r"run\.name=NAME"):  # without its configuration it may be anything
         find_checkpoint(run / "checkpoints", resume="never")
     (run / "config.yaml").touch()
     for name in ("grpo-2", "grpo-3"):
