@@ -6,8 +6,8 @@
         monitor.do("training")
         monitor.started()     # the first step was taken
 
-On a terminal this is a panel; otherwise the start is told in lines on standard error. A run that is started inside
-another one is shown by that one.
+On a terminal this is a panel. In a notebook the start has a place below the cell that changes; elsewhere it is told in
+lines on standard error. A run that is started inside another one is shown by that one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Final
 
 from forge.log_levels import FORMAT_VARIABLE
 from forge.observe.logs.setup import is_quiet
+from forge.observe.notebook.kernel import is_notebook
+from forge.observe.notebook.start import StartDisplay
 from forge.observe.panel import Panel, panel_is_possible
 from forge.observe.panel_rows import phase_text
 from forge.observe.phases import set_listener
@@ -64,13 +66,15 @@ class RunMonitor:
 
     Args:
         panel: is drawn on; None where there is no terminal.
-        is_shown: whether lines are printed where there is no panel.
+        is_shown: whether the start is shown where there is no panel.
     """
 
     def __init__(self, *, panel: Panel | None, is_shown: bool) -> None:
         self.panel = panel
-        self._lines = StartLines(_print) if is_shown and panel is None else None
+        is_cell = is_shown and is_notebook()
+        self._lines = StartLines(_print) if is_shown and panel is None and not is_cell else None
         self.startup = StartUp(on_change=None if self._lines is None else self._tell)
+        self._cell = StartDisplay(self.startup) if is_cell else None
         self._is_over = threading.Event()
         if panel is not None:
             panel.start_with(self.startup)
@@ -111,8 +115,9 @@ class RunMonitor:
         _log.info("%s", line)
         if self.panel is not None:
             self.panel.end_start()
-            self.panel.print(line)
-        elif self._lines is not None:
+        if self._cell is not None:
+            self._cell.end(line)
+        if self.panel is not None or self._lines is not None:
             _print(line)
 
     def end_start(self) -> None:
@@ -125,6 +130,8 @@ class RunMonitor:
         """Show nothing more."""
         self._is_over.set()
         self.startup.fail()
+        if self._cell is not None:
+            self._cell.end(f"The run ended before its first step, after {format_clock(self.startup.elapsed_s)}")
         if self.panel is not None:
             self.panel.close()
 
@@ -175,7 +182,7 @@ def monitored(*, progress: bool | None = None, is_leader: bool = True) -> Iterat
         yield _current
         return
     is_shown = is_leader and progress is not False and not is_quiet() and os.environ.get(FORMAT_VARIABLE) != "json"
-    panel = Panel() if is_shown and panel_is_possible(progress) else None
+    panel = Panel() if is_shown and not is_notebook() and panel_is_possible(progress) else None
     monitor = _current = RunMonitor(panel=panel, is_shown=is_shown)
     set_listener(monitor.startup.take)
     try:

@@ -399,7 +399,8 @@ def test_a_finished_run_is_not_changed_by_another(run: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="already holds 3 checkpoint") as caught:
         check_grpo(config(run))
     assert caught.value.repair == (
-        "add --resume to continue that run, or run.name=NAME for a new one in its own folder"
+        "add --resume to continue that run, or run.name=NAME for a new one in its own folder; "
+        "in Python, set checkpointing.resume=auto instead of --resume"
     )
     assert contents(run) == before
     check_grpo(config(tmp_path / "third", f"checkpointing.resume={foreign}"))
