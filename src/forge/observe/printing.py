@@ -41,7 +41,7 @@ class Printer:
         self._reset()
 
     def _reset(self) -> None:
-        self._pid, self._thread = os.getpid(), None
+        self._pid = os.getpid()
         self._waiting: deque[_Pending] = deque(maxlen=MAX_WAITING)
         self._changed = threading.Condition()
         self._is_late = self._is_busy = False
@@ -116,7 +116,7 @@ def _may_wait(stream: Any) -> bool:
     """Whether this is the program's own stream to a terminal, a pipe or a socket. Others, such as a notebook's, are
     written by the thread that prints: it says to which cell a line belongs."""
     stream = getattr(stream, "rich_proxied_file", stream)
-    if stream is None or (stream is not sys.__stdout__ and stream is not sys.__stderr__):
+    if stream is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):
         return False
     with contextlib.suppress(OSError, ValueError):
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
