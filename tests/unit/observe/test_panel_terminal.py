@@ -154,6 +154,17 @@ def test_the_terminal_is_as_it_was_however_the_program_ends(program: str, exit_c
         assert not any(line.startswith("starting") for line in lines), "what was starting is gone; the error says why"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+def test_a_signal_that_ends_the_program_leaves_the_cursor_visible(number: signal.Signals) -> None:
+    terminal = Terminal(START)
+    terminal.until("starting 0:")
+    terminal.process.send_signal(number)
+    code, lines = terminal.end()
+    assert code == -number
+    assert terminal.is_cursor_shown
+    assert any(line.startswith("starting") for line in lines), "there was a panel"
+
+
 def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     terminal = Terminal(START)
     terminal.until("seen data")
