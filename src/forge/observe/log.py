@@ -192,7 +192,9 @@ def make_sinks(
     `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
     """
     place = Path(folder)
-    described = () if run is None else (run.run.name, flat_values(without_secrets(run.model_dump(mode="json"))), run.run.tags)
+    described = (
+        () if run is None else (run.run.name, flat_values(without_secrets(run.model_dump(mode="json"))), run.run.tags)
+    )
     name, values, tags = described or ("run", {}, ())
     given = (place, config.project, name, values, tags, resume_step, total_steps, num_epochs)
     offered: dict[str, object] = dict(zip(_OFFERED, given, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -159,6 +160,13 @@ sink.close()
     ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=False, timeout=100)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert ended.stdout == b"Evaluation at step 1 | reward 0.50 | gr\\xf6\\xdfe\\u2713 1.00\n"
+
+
+def test_json_records_are_json_in_every_encoding() -> None:
+    program = "from forge.observe import start_logging; start_logging(); import logging; logging.warning('größe ✓')"
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1", "FORGE_LOG_FORMAT": "json"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True, timeout=100)
+    assert json.loads(ended.stderr.decode("latin-1"))["message"] == "größe ✓"
 
 
 def test_a_line_is_printed_above_a_panel_as_it_is() -> None:
