@@ -186,10 +186,11 @@ def make_sinks(
 ) -> MetricsLog:
     """Open the sinks that a configuration asks for; they write metrics.jsonl, tensorboard/ and wandb/ into `folder`.
 
-    `run` is the whole configuration, which trackers show without secrets, with its name and tags. `resume_step` is the step of the
-    checkpoint that the run resumes from, None for a new run. A sink is called with its arguments, and with those that
-    its signature names of `folder`, `project`, `run_name`, `config`, `tags`, `resume_step`, `total_steps` and
-    `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
+    `run` is the whole configuration, which trackers show without its secrets, with its name and tags. `resume_step` is
+    the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its arguments, and
+    with those that its signature names of `folder`, `project`, `run_name`, `config`, `tags`, `resume_step`,
+    `total_steps` and `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked
+    for it.
     """
     place = Path(folder)
     described = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_secrets_are_hidden_wherever_they_are() -> None:
 class Kept:
     """A tracker that keeps what it is given."""
 
-    configs: list[Mapping[str, Any]] = []
+    configs: ClassVar[list[Mapping[str, Any]]] = []
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.configs.append(config)
