@@ -1,9 +1,10 @@
 """The one door to Monarch: its settings, set before it is imported, and what to do when it reports a fault.
 
-By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here it
-polls often, and a fault of a mesh that this library owns is noted and dropped: the owner of the mesh has already seen
-the death through its pidfd or heartbeat, and a controller must outlive its workers. For the same reason it is
-patient with ranks that do not answer: on a crowded machine one that computes may be silent for seconds, and lives.
+By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here a
+fault of a mesh that this library owns is noted and dropped: the owner of the mesh has already seen the death through
+its pidfd or heartbeat, and a controller must outlive its workers. So Monarch need not poll often: every 250 ms, a core
+would be busy with 150 processes. It is patient with ranks that do not answer: on a crowded machine one that computes
+may be silent for seconds, and lives. Monarch reads these settings once, so no other module imports it before this one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _SETTINGS = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "250ms",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "30s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
@@ -31,6 +31,8 @@ for _name, _value in _SETTINGS.items():
 import monarch.actor as monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
 from monarch._src.actor import config as _python_config  # noqa: E402
+from monarch._src.actor.actor_mesh import ActorMesh  # noqa: E402
+from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -48,7 +50,9 @@ __all__ = [
     "OWNED",
     "Actor",
     "ActorError",
+    "ActorMesh",
     "Channel",
+    "EndpointProperty",
     "MeshFailure",
     "Port",
     "SupervisionError",

@@ -42,6 +42,7 @@ from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
 from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, RANK
+from forge.runtime.start_turns import turns_of
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -146,9 +147,10 @@ class RankGroup:
         self._is_starting = True
         try:
             self._place()
-            with phase("starting", process=self.logs.name(0)):
-                await self._spawn()
-                await self._identify()
+            async with turns_of(self.hosts, lambda turn: self._ask(turn, None, "start")):
+                with phase("starting", process=self.logs.name(0)):
+                    await self._spawn()
+                    await self._identify()
             with phase("setting up", process=self.logs.name(0)):
                 await self._set_up()
             if self.is_alive:
@@ -227,7 +229,7 @@ class RankGroup:
         boot = asyncio.create_task(self._watch_boot())
         try:
             self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-            told = self._probe.introduce.call(rendezvous.secret_environment())
+            told = self._probe.introduce.call(rendezvous.secret_environment()).as_asyncio()
             replies = await self._ask(told, self.spec.spawn_timeout_s, "start")
         finally:
             boot.cancel()
@@ -276,7 +278,7 @@ class RankGroup:
     async def _set_up(self) -> None:
         self._watch_for_faults()
         self.actor = self._procs.spawn(self.name, self.spec.cls, *self.spec.args, **self.spec.kwargs)
-        await self._ask(self.actor._forge_setup.call(), self.spec.setup_timeout_s, "setup")
+        await self._ask(self.actor._forge_setup.call().as_asyncio(), self.spec.setup_timeout_s, "setup")
 
     def _watch_for_faults(self) -> None:
         loop = asyncio.get_running_loop()
@@ -290,9 +292,8 @@ class RankGroup:
 
         watch_faults(self.name, on_fault)
 
-    async def _ask(self, reply: Any, timeout_s: float, phase: str) -> Any:
+    async def _ask(self, future: asyncio.Future[Any], timeout_s: float | None, phase: str) -> Any:
         """Await a call of the start-up; a death, a time-out or a failing constructor becomes a `LaunchError`."""
-        future = reply.as_asyncio()
         self.calls.add(future, asyncio.get_running_loop())
         label = self.spec.label
         try:

@@ -25,6 +25,7 @@ from forge.runtime.backend import Actor, Channel, Port, monarch_actor, this_host
 from forge.runtime.forking import ForkPoint
 from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
 from forge.runtime.process_watch import LocalWatch, ProcessWatch, end_marked, find_ranks, free_port
+from forge.runtime.start_turns import StartTurns
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
@@ -278,6 +279,7 @@ class Host:
         self.name, self.mesh, self.address, self.facts = name, mesh, address, facts
         self.gpus = GpuPool(name, facts.gpus)
         self.threads = ThreadLedger(name, facts.num_cpus)
+        self.start_turns = StartTurns(max(4, 2 * facts.num_cpus))
         self.is_lost = False
         self.is_leaving = False
         self.num_groups = 0
