@@ -15,20 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from forge.log_levels import FORMAT_VARIABLE
 from forge.observe.logs.setup import is_quiet
-from forge.observe.notebook.kernel import is_notebook
-from forge.observe.notebook.start import StartDisplay
 from forge.observe.panel import Panel, panel_is_possible
 from forge.observe.panel_rows import phase_text
 from forge.observe.phases import set_listener
 from forge.observe.startup import CONTROLLER, StartPhase, StartUp, kind_of
 from forge.observe.step_lines import WIDTH, format_clock
 from forge.observe.terminal import print_above
+
+if TYPE_CHECKING:
+    from forge.observe.notebook.start import StartDisplay
 
 _log = logging.getLogger("forge.startup")
 REMIND_S: Final = 15.0
@@ -71,10 +73,10 @@ class RunMonitor:
 
     def __init__(self, *, panel: Panel | None, is_shown: bool) -> None:
         self.panel = panel
-        is_cell = is_shown and is_notebook()
+        is_cell = is_shown and _is_notebook()
         self._lines = StartLines(_print) if is_shown and panel is None and not is_cell else None
         self.startup = StartUp(on_change=None if self._lines is None else self._tell)
-        self._cell = StartDisplay(self.startup) if is_cell else None
+        self._cell = _open_cell(self.startup) if is_cell else None
         self._is_over = threading.Event()
         if panel is not None:
             panel.start_with(self.startup)
@@ -149,6 +151,20 @@ def _print(line: str) -> None:
         print_above(line, to_stderr=True)
 
 
+def _is_notebook() -> bool:
+    if "IPython" not in sys.modules:  # and nothing else has to be imported
+        return False
+    from forge.observe.notebook.kernel import is_notebook
+
+    return is_notebook()
+
+
+def _open_cell(startup: StartUp) -> StartDisplay:
+    from forge.observe.notebook.start import StartDisplay
+
+    return StartDisplay(startup)
+
+
 _current: RunMonitor | None = None
 
 
@@ -182,7 +198,7 @@ def monitored(*, progress: bool | None = None, is_leader: bool = True) -> Iterat
         yield _current
         return
     is_shown = is_leader and progress is not False and not is_quiet() and os.environ.get(FORMAT_VARIABLE) != "json"
-    panel = Panel() if is_shown and not is_notebook() and panel_is_possible(progress) else None
+    panel = Panel() if is_shown and not _is_notebook() and panel_is_possible(progress) else None
     monitor = _current = RunMonitor(panel=panel, is_shown=is_shown)
     set_listener(monitor.startup.take)
     try:
