@@ -102,8 +102,12 @@ def test_what_it_leaves_behind(single: Ended) -> None:
         ".writer",
         "checkpoints",
         "config.yaml",
+        "logs",
         "metrics.jsonl",
+        "startup.json",
+        "system.jsonl",
         "tensorboard",
+        "trace.json",
     ]
     assert yaml.safe_load((single.folder / "config.yaml").read_text())["training"]["max_steps"] == NUM_STEPS
     events = EventAccumulator(str(single.folder / "tensorboard"))
