@@ -24,7 +24,8 @@ def blocks(language: str, *, page: str = "metrics.md") -> list[str]:
 
 
 (PROGRAM,) = [block for block in blocks("python") if "step_values" in block]
-RECORDING, TRACING = (blocks("python", page=page)[at] for page, at in (("metrics.md", 1), ("tracing.md", 0)))
+(RECORDING,) = [block for block in blocks("python") if "record_metric" in block]
+TRACING = blocks("python", page="tracing.md")[0]
 
 
 def ran(program: str) -> dict[str, Any]:
