@@ -57,7 +57,7 @@ def _read(reference: weakref.ref[Any], read: Callable[[Any], Mapping[str, float]
     if owner is None:
         return {}
     try:
-        return add_up({}, read(owner))
+        return {str(name): float(value) for name, value in read(owner).items()}
     except Exception:  # noqa: BLE001 - no gauge is worth a run
         with _guard:
             _gauges.pop(owner, None)
@@ -65,11 +65,10 @@ def _read(reference: weakref.ref[Any], read: Callable[[Any], Mapping[str, float]
         return {}
 
 
-def add_up(total: dict[str, float], values: Mapping[str, float]) -> dict[str, float]:
-    """Add values to those of the same names, and return the sums."""
+def add_up(total: dict[str, float], values: Mapping[str, float]) -> None:
+    """Add values to those of the same names."""
     for name, value in values.items():
         total[name] = total.get(name, 0.0) + value
-    return total
 
 
 def _begin_anew() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import weakref
 
+import numpy as np
 import pytest
 
 from forge.observe import gauges
@@ -63,6 +65,14 @@ def test_the_log_of_one_that_cannot_be_read_keeps_no_other(caplog: pytest.LogCap
     del whole
     gc.collect()
     assert size() is None
+
+
+def test_numbers_of_any_kind_are_read_and_others_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    small, text = Queue(1), Queue(2)
+    add_gauges(small, lambda queue: {"test/size": np.float32(queue.size)})
+    add_gauges(text, lambda queue: {"test/name": "long"})  # type: ignore[dict-item]
+    assert json.dumps(read_gauges()) == '{"test/size": 1.0}'
+    assert len(caplog.records) == 1
 
 
 def test_a_gauge_may_be_named_after_its_process() -> None:
