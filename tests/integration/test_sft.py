@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -109,7 +111,7 @@ def test_what_it_leaves_behind(single: Ended) -> None:
     ]
     assert yaml.safe_load((single.folder / "config.yaml").read_text())["training"]["max_steps"] == NUM_STEPS
     (profile,) = (single.folder / "profiles").iterdir()
-    assert profile.name == "step-00000002-trainer.json.gz"
+    assert profile.name == "step-00000002-trainer-0.json.gz"
     assert "aten::embedding" in {each["name"] for each in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
     processes = {name for line in read_jsonl(single.folder / "system.jsonl") for name in line.values}
     assert {"memory_gib/controller", "memory_gib/trainer"} <= processes
