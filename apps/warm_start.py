@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,11 @@ from pathlib import Path
 
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import INPUT_ERRORS, ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.run_paths import run_dir
 from forge.loops.sft import run_sft
+from forge.observe import start_logging
 
 ReportFunction = Callable[[Path, Path], str]
 """Returns what an application measures itself, from the folders of the fine-tuned model and of the finished run."""
@@ -32,9 +33,9 @@ def main(app: Path, write_files: Callable[..., Path], *, report: ReportFunction 
     parser.add_argument("--output", type=Path, help="folder to write to; by default runs/NAME-SEED")
     parser.add_argument("--config", type=Path, default=app / "grpo.yaml", help="the reinforcement learning")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
-    arguments = parser.parse_args()
+    arguments = parse_with_log_flags(parser)
     folder = arguments.output or Path("runs") / f"{app.name}-{arguments.seed}"
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     began = time.perf_counter()
     try:
         grpo = show(

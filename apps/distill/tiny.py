@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
 from pathlib import Path
@@ -25,19 +24,21 @@ sys.path.insert(0, str(APPS / "quickstart"))
 from digits import write_task  # noqa: E402
 
 from forge.config import DistillConfig, EvalConfig, GRPOConfig, SFTConfig, load  # noqa: E402
+from forge.log_levels import parse_with_log_flags  # noqa: E402
 from forge.loops.evals import evaluate  # noqa: E402
 from forge.loops.grpo import run_grpo  # noqa: E402
 from forge.loops.sft import run_sft  # noqa: E402
 from forge.loops.storing import store_logprobs  # noqa: E402
 from forge.loops.supervised import run_supervised  # noqa: E402
+from forge.observe import start_logging  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Distill a tiny teacher into a tiny student, on a CPU.")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
     parser.add_argument("--output", type=Path, default=Path("runs/distill"), help="folder to write to")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    arguments = parse_with_log_flags(parser)
+    start_logging("warning")
     began = time.perf_counter()
     found = distill(arguments.output, seed=arguments.seed)
     print(", ".join(f"{name} {value:.1%}" for name, value in found.items()))

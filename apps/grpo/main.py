@@ -16,11 +16,12 @@ import sys
 from forge.config import GRPOConfig, from_command_line
 from forge.errors import INPUT_ERRORS, ForgeError
 from forge.loops.grpo import GRPOResult, run_grpo
+from forge.observe import start_logging
 
 
 def main() -> None:
     config = from_command_line(GRPOConfig)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("info")
     try:
         result = asyncio.run(run_grpo(config))
     except INPUT_ERRORS as error:

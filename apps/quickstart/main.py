@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import shlex
 import shutil
 import sys
@@ -27,8 +26,10 @@ from digits import write_task
 
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.sft import run_sft
+from forge.observe import start_logging
 
 APPS = Path(__file__).resolve().parents[1]
 START_AT_MOST, END_AT_LEAST = 0.35, 0.85
@@ -41,8 +42,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder to write to")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to apps/grpo/tiny.yaml")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    arguments = parse_with_log_flags(parser)
+    start_logging("warning")
     began = time.perf_counter()
     try:
         result = teach(arguments.output, seed=arguments.seed, overrides=arguments.overrides)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -22,9 +21,11 @@ from pathlib import Path
 
 from forge.config import GRPOConfig, RewardTrainingConfig, SFTConfig, load
 from forge.errors import INPUT_ERRORS, ForgeError
+from forge.log_levels import parse_with_log_flags
 from forge.loops.grpo import GRPOResult, run_grpo
 from forge.loops.reward_model import RewardModelResult, run_reward_model
 from forge.loops.sft import run_sft
+from forge.observe import start_logging
 
 HERE = Path(__file__).resolve().parent
 METRICS = "reward_model.json"
@@ -36,9 +37,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
     parser.add_argument("--output", type=Path, help="folder to write to; by default runs/rlhf-SIZE-SEED")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to SIZE_grpo.yaml")
-    arguments = parser.parse_args()
+    arguments = parse_with_log_flags(parser)
     folder = arguments.output or Path("runs") / f"rlhf-{arguments.size}-{arguments.seed}"
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     began = time.perf_counter()
     try:
         found, result = teach(arguments.size, folder, seed=arguments.seed, overrides=arguments.overrides)

@@ -6,13 +6,13 @@ Run it with `python apps/services/main.py`. It shows what the rest of the librar
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import time
 
 import forge
 from forge import ForgeActor, endpoint
+from forge.observe import start_logging
 
 NUM_REPLICAS = 3
 NUM_CALLERS = 32
@@ -71,5 +71,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     asyncio.run(main())

@@ -18,7 +18,7 @@ from typing import Any
 from forge.config import RolloutConfig
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.ledger import Ledger, LedgerLine, check_ledger, read_ledger
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.service.calls import CallOptions
 from forge.service.records import Request
 from forge.service.routing import least_loaded

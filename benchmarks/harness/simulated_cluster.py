@@ -15,9 +15,10 @@ from typing import Any
 from forge import ForgeActor, endpoint
 from forge.errors import ActorFailure
 from forge.runtime.endpoints import specs_of
-from forge.runtime.group import GroupSpec, PendingCalls
+from forge.runtime.group import GroupSpec
 from forge.runtime.hosts import AgentWatch, Host, HostFacts, HostTimings
 from forge.runtime.membership import Membership
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import OK, reply_channel
 from forge.runtime.serialization import encode
 from forge.service.calls import CallPath
@@ -113,7 +114,7 @@ class SimulatedGroup:
         self.pids = ((host, pid),)
         self._on_death: list[Callable[[str], None]] = []
         host.num_groups += 1
-        host.watch._exits[pid] = lambda: self.fail(f"host {host.name} was lost")  # type: ignore[attr-defined]
+        host.watch._exits[pid] = [lambda: self.fail(f"host {host.name} was lost")]  # type: ignore[attr-defined]
 
     @property
     def is_alive(self) -> bool:
@@ -135,7 +136,7 @@ class SimulatedWatch(AgentWatch):
 
     def __init__(self, host: Host, network: Network, timings: HostTimings) -> None:
         self._host, self._timings, self._network = host, timings, network
-        self._exits: dict[int, Callable[[], None]] = {}
+        self._exits: dict[int, list[Callable[[], None]]] = {}
         self._lost, self._heard, self._is_closed = asyncio.Event(), asyncio.Event(), False
         self._reports: Any = asyncio.Queue()
         self._reports.recv = self._reports.get

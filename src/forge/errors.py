@@ -8,7 +8,7 @@ that a program can act on them and a person can read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 
 class _Missing:
@@ -26,6 +26,9 @@ MISSING: Final = _Missing()
 
 class ForgeError(Exception):
     """Base of everything that the library raises on purpose."""
+
+    log: tuple[str, tuple[str, ...]] | None = None
+    """The log file of the process that failed, and its last lines."""
 
     def __init__(
         self,
@@ -53,7 +56,17 @@ class ForgeError(Exception):
             lines.append(f"  rule:   {self.rule}")
         if self.repair is not None:
             lines.append(f"  repair: {self.repair}")
+        if self.log is not None:
+            path, last = self.log
+            lines.append(f"  log:    {path}" + (", which ends with" if last else ""))
+            lines += [f"    | {line}" for line in last]
         return "\n".join(lines)
+
+    def with_log(self, log: tuple[str, tuple[str, ...]] | None) -> Self:
+        """Return this error with the log file of the process that failed."""
+        if log is not None:
+            self.log = log
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross processes: rebuild from the fields, whatever a subclass's constructor takes.

@@ -279,7 +279,9 @@ SINKS: Final[Registry[Factory]] = Registry(
     "sink",
     {
         "jsonl": "forge.observe.jsonl:JsonlSink",
+        "mlflow": "forge.observe.mlflow:MlflowSink",
         "tensorboard": "forge.observe.tensorboard:TensorBoardSink",
+        "trackio": "forge.observe.trackio:TrackioSink",
         "wandb": "forge.observe.wandb:WandbSink",
     },
     rule="must be a class or function that returns a forge.observe.Sink",

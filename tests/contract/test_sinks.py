@@ -9,13 +9,17 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from foreign_packages import MLFLOW, TRACKIO
+from foreign_sinks import PROJECT, ForeignSink, ForeignSinks
+from forge.envs.external.venvs import VenvError, python_of
 from forge.observe import ConsoleSink, JsonlSink, MetricsLog, Sink, TensorBoardSink, Value, WandbSink, read_jsonl
+from forge.observe.sink import Table
 from forge.testing import ListSink
 
 Written = list[tuple[int, str, Value]]
@@ -88,6 +92,40 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+TRACKERS: dict[str, Sequence[str]] = {"mlflow": MLFLOW, "trackio": TRACKIO}
+running: dict[str, ForeignSinks] = {}
+"""The processes that have foreign sinks, each in a venv of its own, for all tests of this module."""
+
+
+def foreign(kind: str, folder: Path) -> ForeignSinks:
+    if kind not in running:
+        try:
+            python = python_of(TRACKERS[kind])
+        except VenvError as error:
+            pytest.skip(str(error))
+        environ = {
+            "TRACKIO_DIR": str(folder.parent / "trackio"),
+            "MLFLOW_TRACKING_URI": "",
+            "GIT_PYTHON_REFRESH": "quiet",
+        }
+        running[kind] = ForeignSinks(python, kind, environ)
+    return running[kind]
+
+
+def tracker_place(folder: Path, kind: str) -> Place:
+    """A tracker in a venv of its own, with a local store. Runs have names that no other test has."""
+    sinks, run, name = foreign(kind, folder), folder / "runs" / "run", f"{folder.name}-{folder.parent.name}"
+
+    def opened(resume_step: int | None) -> Sink:
+        options = {"folder": str(run), "project": PROJECT, "run_name": name, "resume_step": resume_step}
+        return ForeignSink(sinks, **options)
+
+    def read() -> Written:
+        return [tuple(item) for item in sinks.ask("read", folder=str(run), name=name)["written"]]
+
+    return Place(opened, read)
+
+
 def console_place(folder: Path) -> Place:
     stream = io.StringIO()
 
@@ -120,6 +158,8 @@ PLACES: dict[str, Callable[[Path], Place]] = {
     "jsonl": jsonl_place,
     "tensorboard": tensorboard_place,
     "wandb": wandb_place,
+    "mlflow": lambda folder: tracker_place(folder, "mlflow"),
+    "trackio": lambda folder: tracker_place(folder, "trackio"),
     "console": console_place,
     "list": list_place,
     "log": lambda folder: list_place(folder, in_a_log=True),
@@ -133,6 +173,9 @@ def without_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         yield
+    for sinks in running.values():
+        sinks.end()
+    running.clear()
     import wandb
 
     wandb.teardown()
@@ -255,8 +298,10 @@ def test_weights_and_biases_without_a_login_is_a_configuration_to_correct(tmp_pa
 def test_weights_and_biases_knows_a_run_that_goes_on(tmp_path: Path) -> None:
     identities = []
     for resume_step in (None, 1, None):
-        sink = WandbSink(tmp_path, resume_step=resume_step)
+        sink = WandbSink(tmp_path, resume_step=resume_step, config={"a.b": 1}, tags=["baseline"])
         sink.write(1 if resume_step is None else 2, {"figure": 1.0})
+        sink.write_table(2, "samples/evaluation", Table(("prompt", "reward"), [["a", 0.5]]))
+        sink.link("report", tmp_path / "report.html")
         sink.close()
         identities.append((tmp_path / "wandb" / "run_id").read_text().strip())
     first, resumed, new = identities
@@ -266,3 +311,63 @@ def test_weights_and_biases_knows_a_run_that_goes_on(tmp_path: Path) -> None:
     wandb.teardown()
     names = sorted(path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert names == sorted(f"run-{identity}" for identity in identities)
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_has_the_configuration_tags_tables_and_files_of_a_run(kind: str, tmp_path: Path) -> None:
+    sinks, run = foreign(kind, tmp_path), tmp_path / "runs" / "run"
+    report = tmp_path / "report.html"
+    report.write_text("<html></html>")
+    config = {
+        "training.learning_rate": 1e-3,
+        "run.name": "x",
+        "model.path": "null",
+        **{f"many.{n}": n for n in range(150)},
+    }
+    name = f"described-{tmp_path.name}"
+    for resume_step, steps in ((None, (1, 2)), (2, (3,))):
+        options = {"folder": str(run), "project": PROJECT, "run_name": name, "resume_step": resume_step}
+        sink = ForeignSink(sinks, **options, config=config, tags=["baseline", "lr=3e-4"])
+        for step in steps:
+            sink.write(step, {"evaluation/pass@8": step / 10})
+            sink.write_table(step, "samples/evaluation", Table(("prompt", "reward"), [["a", 0.5], ["b", step]]))
+        sink.link("report", report)
+        sink.close()
+    found = sinks.ask("read", folder=str(run), name=name)
+    assert [value for _, _, value in found["written"] if isinstance(value, float)] == [0.1, 0.2, 0.3]
+    assert str(found["params"]["training.learning_rate"]) == "0.001"
+    assert str(found["params"]["many.149"]) == "149"
+    if kind == "mlflow":
+        assert (found["status"], found["name"], found["project"]) == ("FINISHED", name, PROJECT)
+        assert {key for _, key, value in found["written"] if isinstance(value, float)} == {"evaluation/pass_at_8"}
+        assert (found["tags"]["tag.baseline"], found["tags"]["tag.lr_3e-4"]) == ("true", "true")
+        assert found["tags"]["report"] == str(report)
+        assert "report.html" in found["files"]
+        first, second = (found["tables"][f"samples/evaluation{part}.json"] for part in ("", "_after_2"))
+        assert first["columns"] == second["columns"] == ["step", "prompt", "reward"]
+        assert first["data"] == [[1, "b", 1], [2, "a", 0.5], [2, "b", 2]], "the newest rows"
+        assert second["data"] == [[3, "a", 0.5], [3, "b", 3]]
+    else:
+        assert found["params"]["tags"] == "baseline, lr=3e-4"
+        assert found["tables"]["samples/evaluation"] == [{"prompt": "a", "reward": 0.5}, {"prompt": "b", "reward": 3}]
+
+
+def test_mlflow_that_cannot_be_reached_is_a_configuration_to_correct(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sinks = foreign("mlflow", tmp_path)
+    with pytest.raises(ValueError, match="ConfigError: MLflow cannot be used: ") as caught:
+        ForeignSink(sinks, folder=str(tmp_path / "run"), tracking_uri=(tmp_path / "file" / "mlruns").as_uri())
+    for words in ("path:   metrics.sinks", "MLFLOW_TRACKING_URI", "remove the sink `mlflow`"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_that_is_not_installed_is_a_configuration_to_correct(kind: str) -> None:
+    from forge.config import MetricsConfig
+    from forge.observe.log import sink_errors
+
+    (error,) = sink_errors(MetricsConfig(sinks=({"kind": kind},)))
+    assert error.path == "metrics.sinks"
+    assert error.value == kind
+    assert "must be installed" in (error.rule or "")
+    assert error.repair == f"pip install 'torchforge[{kind}]', or remove the sink `{kind}`"

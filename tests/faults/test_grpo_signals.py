@@ -80,14 +80,14 @@ def test_a_scheduler_that_terminates_every_process_loses_no_step(tmp_path: Path)
 
 
 def test_a_terminal_that_is_closed_loses_no_step(tmp_path: Path) -> None:
-    """Its controller gets SIGHUP, and cannot print any more."""
+    """Its controller gets SIGHUP, and cannot print any more, nor draw its panel."""
     folder = tmp_path / "run"
     master, slave = pty.openpty()
-    command = ["setsid", "--ctty", *app_command(folder, *SAVE_NEVER, SHARED, "metrics.progress=false")]
+    command = ["setsid", "--ctty", *app_command(folder, *SAVE_NEVER, SHARED)]
     program = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=listen)
     os.close(slave)
     printed = b""
-    while b"Step 2 " not in printed:
+    while b"Step 2/" not in printed:
         printed += os.read(master, 1 << 16)
     children = processes_of(program.pid)
     os.close(master)

@@ -318,7 +318,7 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
     """Before it can say who it is: the start fails, or is stopped, and the process is gone."""
 
     async def body():
-        from forge.runtime.hosts import find_ranks
+        from forge.runtime.process_watch import find_ranks
 
         start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=15).as_actor())
         found: list[int] = []

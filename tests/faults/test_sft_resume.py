@@ -263,8 +263,8 @@ def test_a_run_killed_again_and_again_ends_like_one_that_was_not(
     chance = random.Random(4)
     for first in (1, 5, 9, 13):
         step = chance.randint(first, first + 3)
-        assert run.start("checkpointing.resume=auto", kill_at=f"| Step {step} |") == [KILLED]
-        assert f"Step {step} |" in run.output()
+        assert run.start("checkpointing.resume=auto", kill_at=f"Step {step}/") == [KILLED]
+        assert f"Step {step}/" in run.output()
     run.finish("--resume")
     assert run.figures() == whole.figures()
     assert run.weights() == whole.weights()
@@ -301,7 +301,7 @@ def test_a_signal_saves_the_step_and_loses_nothing(
     """Also where one rank of several gets it: they agree on the step."""
     run = Run(ranks, tmp_path / "runs", settings)
     never = ("checkpointing.save_interval=null", "validation.interval=null")
-    codes = run.start(*never, num_ranks=num_ranks, stop_at=["| Step 6 |", number])
+    codes = run.start(*never, num_ranks=num_ranks, stop_at=["Step 6/", number])
     assert codes[0] == 128 + signal.Signals[number], run.output()
     assert run.names() == ["step-00000006"]
     assert "stopped after step 6; --resume continues after step 6" in run.output()
@@ -333,7 +333,7 @@ def test_two_ranks_killed_together_go_on_bit_for_bit(ranks: Ranks, settings: Pat
     sharded = Run(ranks, tmp_path / "sharded", settings)
     sharded.finish(num_ranks=2)
     run = Run(ranks, tmp_path / "runs", settings)
-    assert run.start(num_ranks=2, kill_at="| Step 7 |") == [KILLED, KILLED]
+    assert run.start(num_ranks=2, kill_at="Step 7/") == [KILLED, KILLED]
     run.finish("--resume", num_ranks=2)
     assert run.figures() == sharded.figures()
     assert run.weights() == sharded.weights()
@@ -355,7 +355,7 @@ def test_another_layout_goes_on_to_the_same_result(
         expected = Run(ranks, tmp_path / "expected", settings)
         expected.finish(*words)
     run = Run(ranks, tmp_path / "runs", settings)
-    assert run.start(*words, kill_at="| Step 10 |") == [KILLED]
+    assert run.start(*words, kill_at="Step 10/") == [KILLED]
     run.finish(*words, layout, "--resume", num_ranks=2)
     assert run.losses()[:8] == expected.losses()[:8]
     assert run.losses() == pytest.approx(expected.losses(), rel=1e-4)

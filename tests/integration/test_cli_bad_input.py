@@ -39,6 +39,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+LOGGING = ("chaos x.yaml", "eval run", "serve run", "worker", "distill x.yaml", "ui", "chat run")
+"""Commands that take the flags of logging."""
+
 CASES = [
     ("quickstart training.max_stepz=3", "did you mean `training.max_steps`?"),
     ("quickstart --output empty/../grpo.yaml", "a folder"),
@@ -133,6 +136,10 @@ CASES = [
     ("download a/b --output-dir grpo.yaml", "--output-dir"),
     ("download a/b --output-dir x --max-workers 0", "--max-workers"),
     ("worker --address nonsense", "--address"),
+    *[(f"{command} --log-level loud", "--log-level") for command in LOGGING],
+    ("run --log-level loud app/main.py", "--log-level"),
+    ("run --log-level info,forge= app/main.py", "one of debug, info, warning, error, critical"),
+    ("worker --log-format xml", "one of text, json"),
     ("worker --address tcp://192.0.2.1:1", "--address"),
 ]
 

@@ -21,7 +21,7 @@ import pytest
 
 from forge import ForgeActor, Generator, GeneratorConfig, Trainer, endpoint
 from forge.runtime.forking import SCOPE, SWITCH, ForkServers
-from forge.runtime.hosts import find_marked
+from forge.runtime.process_watch import find_marked
 from leftovers import has_ended
 
 PRELOAD = ("decimal", "numpy")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import grpo_runs
-from forge.runtime.hosts import free_port
+from forge.runtime.process_watch import free_port
 from leftovers import has_ended
 
 pytestmark = pytest.mark.alone

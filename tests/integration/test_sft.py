@@ -34,9 +34,10 @@ SHORT = [
     "metrics.log_interval=4",
 ]
 STEP_LINE = re.compile(
-    r"Epoch \d+/10 \| Step \d+ \| Loss: \d+\.\d{2,4} \| LR: [\d.e-]+ \| Tokens/s: \d+ \| Grad: [\d.e-]+"
+    r"Step \d+/\d+ \| epoch \d+/10 \| loss \d+\.\d{2,4} \| lr [\d.e-]+ \| \S+ tok/s( \| grad [\d.e-]+)?"
+    r"( \| \S+ left)?"
 )
-VALIDATION_LINE = re.compile(r"Validation \| Step \d+ \| Loss: \d+\.\d{2,4}( \| best)?")
+VALIDATION_LINE = re.compile(r"Validation at step \d+/\d+ \| loss \d+\.\d{2,4}( \| best)?")
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -80,7 +81,7 @@ def test_it_learns_and_says_so(single: Ended) -> None:
     assert validation[NUM_STEPS] < validation[6] < single.values("train/loss")[1] - 2
     assert validation[NUM_STEPS] < 2.2
 
-    training = [line for line in single.output if line.startswith("Epoch")]
+    training = [line for line in single.output if line.startswith("Step ")]
     assert len(training) == NUM_STEPS // 4
     assert all(STEP_LINE.fullmatch(line) for line in training), training
     judged = [line for line in single.output if line.startswith("Validation")]

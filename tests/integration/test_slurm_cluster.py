@@ -272,9 +272,9 @@ def test_a_run_saves_before_its_time_is_up_and_continues_in_the_next_job(desk: D
     gate.write_text("")
     desk.wait_for_text(log, "stopped after step 3;")
     cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    told = desk.wait_for_text(log, "| Step 6 |")
+    told = desk.wait_for_text(log, "Step 6/")
     assert "resuming after step 3\n" in told
-    steps = [int(step) for step in re.findall(r"\| Step (\d+) \|", told)]
+    steps = [int(step) for step in re.findall(r"^Step (\d+)/", told, re.MULTILINE)]
     assert steps == list(range(1, steps[-1] + 1)), "no step is missing, and none was trained twice"
     assert cluster.job(first)["JobState"] == "CANCELLED", "the workers of the first job were let go"
     second = desk.job_named("sft")

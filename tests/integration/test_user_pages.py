@@ -75,7 +75,7 @@ def test_a_loss_of_ones_own_goes_through_the_loop(folder: Path, leaves_nothing: 
     printed = run(folder, "-m", "forge.cli", "run", program, "--config", "my_run.yaml").splitlines()
     steps = [line for line in printed if line.startswith("Step ")]
     assert len(steps) == 4
-    assert all("Entropy:" in line for line in steps)
+    assert all(" | entropy " in line for line in steps)
 
 
 def test_all_other_parts_of_ones_own_go_through_the_loop(folder: Path, leaves_nothing: None) -> None:

@@ -13,10 +13,12 @@ KUBERNETES_VALIDATE: Final = ("kubernetes-validate==1.37.0",)
 LM_EVAL: Final = ("lm-eval[api]==0.4.13", "transformers>=5.16.1,<5.20")
 MCP: Final = ("mcp==2.3.0",)
 MINI_SWE_AGENT: Final = ("mini-swe-agent==2.4.6", "mcp")
+MLFLOW: Final = ("mlflow-skinny==3.17.2",)
 OPENAI_AGENTS: Final = ("openai-agents==0.24.0",)
 OPENENV: Final = ("openenv==0.10.0",)
 REASONING_GYM: Final = ("reasoning-gym==0.1.25",)
 TEXTARENA: Final = ("textarena==0.7.4",)
+TRACKIO: Final = ("trackio==0.43.0",)
 VERIFIERS: Final = ("verifiers==0.4.0",)
 
 ALL: Final = (
@@ -26,9 +28,11 @@ ALL: Final = (
     LM_EVAL,
     MCP,
     MINI_SWE_AGENT,
+    MLFLOW,
     OPENAI_AGENTS,
     OPENENV,
     REASONING_GYM,
     TEXTARENA,
+    TRACKIO,
     VERIFIERS,
 )

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import forge
-from forge.loops import grpo, supervised
+from forge.loops import restarting, supervised
 from forge.loops.evals import running
 from forge.loops.replay import steps
 from forge.service.actor import ServiceSpawner
@@ -104,7 +104,7 @@ def services_here() -> Iterator[None]:
     try:
         with (
             mock.patch.object(ServiceSpawner, "as_service", as_service),
-            mock.patch.object(grpo, "run", run),
+            mock.patch.object(restarting, "run", run),
             mock.patch.object(supervised, "run", run),
             mock.patch.object(running, "run", run),
             mock.patch.object(steps, "run", run),

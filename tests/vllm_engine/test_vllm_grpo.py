@@ -14,6 +14,7 @@ from forge.models.adapter_names import adapter_map, num_adapter_parameters
 from forge.models.locate import resolve
 from forge.models.peft_files import read_adapter, resolve_adapter
 from forge.models.tiny import make_tiny
+from forge.observe.startup import read_startup
 from forge.store import Weights
 from generator_bench import last_of, request, until
 from grpo_runs import app_command, config, episodes, ledger, metrics, train_watched
@@ -33,6 +34,13 @@ def test_the_loop_runs_on_vllm_and_its_weights_are_the_trainers(tmp_path: Path) 
     for episode in episodes(chosen):
         assert [version for version, _, _ in episode["versions"]] == [episode["step"] - 1]
         assert episode["logprobs"] == pytest.approx(episode["trainer_logprobs"], abs=2e-3)
+    startup = read_startup(run_dir(chosen))
+    assert startup is not None
+    phases = {each["phase"]: each for each in startup["phases"] if each["process"] == "generator-0"}
+    assert {"importing vLLM", "starting the engine", "loading weights", "profiling", "warming up"} <= set(phases)
+    assert phases["loading weights"]["done"] == pytest.approx(phases["loading weights"]["total"], rel=0.05)
+    assert {each["state"] for each in phases.values()} == {"done"}
+    assert "generator: loading weights" in done.stderr
 
 
 async def score_while_it_generates(engine: VllmEngine) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from forge.errors import ForgeError
+from forge.log_levels import apply_log_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
+        if hasattr(parsed, "log_level"):
+            apply_log_flags(parsed)
         return int(parsed.handler(parsed))
     except ForgeError as error:
         print(f"forge {parsed.command}: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.chaos.experiment import RunCommand, Trial
@@ -48,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-baseline", action="store_true", help="do not run undisturbed: no goodput, no comparison")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the verdict to this file")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="a.b=c, for both runs")
+    add_log_flags(parser)
     parser.set_defaults(handler=_chaos)
 
 

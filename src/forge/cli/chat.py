@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 from forge.recipes import find_config
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--temperature", metavar="X", help="0 for greedy decoding; default: 1")
     parser.add_argument("--max-tokens", metavar="N", help="longest answer; default: what fits into the context")
     parser.add_argument("--seed", metavar="N", help="sample the same answers each time")
+    add_log_flags(parser)
     parser.set_defaults(handler=_chat)
 
 
@@ -155,14 +157,14 @@ def chat(config: PolicyConfig) -> int:
     the input got wrong raises one of `INPUT_ERRORS` before the first question.
     """
     import asyncio
-    import logging
 
     from forge.cli.chat_terminal import converse
     from forge.observe.console import discard_output, open_missing_streams
+    from forge.observe.logs import start_logging
 
     open_missing_streams()
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     try:
         return asyncio.run(converse(config))
     except BrokenPipeError:  # the answers are no longer read

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.data.teacher_logprobs import StoreFacts
@@ -32,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="+",
         help="YAML files or recipes, and a.b=c or ~a.b for any key; overrides win",
     )
+    add_log_flags(parser)
     parser.set_defaults(handler=_distill)
 
 
@@ -41,6 +42,7 @@ def _distill(arguments: argparse.Namespace) -> int:
     from forge.config import DistillConfig, add_module_folders, load, split_words
     from forge.loops.stored_teacher import store_folder
     from forge.loops.storing import store_logprobs
+    from forge.observe.logs import start_logging
     from forge.recipes import make_inputs, read_command
 
     command = read_command(*split_words(arguments.words))
@@ -48,7 +50,7 @@ def _distill(arguments: argparse.Namespace) -> int:
         return status
     add_module_folders(command.files)
     config = load(DistillConfig, files=command.files, overrides=command.words)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     reported = time.monotonic()
 
     def report(facts: StoreFacts, total: int) -> None:

@@ -30,6 +30,7 @@ def checks(config: ForgeConfig, machine: Machine, run: ResolvedRun | None) -> It
     adapter = getattr(config, "adapter", None)
     if adapter is not None and adapter.base_dtype is not None:
         yield _extra("quantized", "adapter.base_dtype", machine)
+    yield from _trackers(config, machine)
     yield from _wandb(config, machine)
     if isinstance(config, GRPOConfig):
         yield from _environment(config, machine)
@@ -95,6 +96,13 @@ def _attention(config: ForgeConfig, machine: Machine) -> Iterator[Check]:
         if setting == "auto" and check["status"] == "FAIL":
             check |= {"status": "WARN", "detail": f"{check['detail']}: attention of torch is slower on this GPU"}
         yield check
+
+
+def _trackers(config: ForgeConfig, machine: Machine) -> Iterator[Check]:
+    metrics = getattr(config, "metrics", None)
+    for number, sink in enumerate(() if metrics is None else metrics.sinks):
+        if sink.kind in ("mlflow", "trackio"):
+            yield _extra(sink.kind, f"metrics.sinks[{number}]", machine)
 
 
 def _wandb(config: ForgeConfig, machine: Machine) -> Iterator[Check]:

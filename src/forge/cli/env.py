@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from forge.cli.episode_inputs import ChosenProgram
@@ -52,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.add_argument("--seed", metavar="N", help="what random choices derive from; default: run.seed")
     check.add_argument("--max-turns", metavar="N", help="the most turns of an episode")
     check.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_log_flags(check)
     check.set_defaults(handler=_check)
 
 

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -61,19 +62,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     attempt.add_argument("--max-turns", metavar="N", help="the most turns of the episode")
     attempt.add_argument("--tool-format", metavar="FORMAT", help="how tool calls are written: hermes, llama, json")
     attempt.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_log_flags(attempt)
     attempt.set_defaults(handler=_try)
 
 
 def _try(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from forge.cli.chat import model_folder, parse_number
     from forge.cli.episode_inputs import read_numbered, read_program, read_task
     from forge.cli.episode_print import EpisodePrinter, plain_attempt
     from forge.envs.state import EpisodeKey
+    from forge.observe.logs import start_logging
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     options = {key: parse_number(getattr(arguments, name)) for name, key in _KEYS.items()}
     if arguments.model is not None and arguments.endpoint is None:
         options["model.path"] = model_folder(arguments.model)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.config import AnyOrderParser
 from forge.errors import ConfigError
+from forge.log_levels import add_log_flags
 from forge.recipes import find_config
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--overwrite", action="store_true", help="start over where the folder has other samples")
     output.add_argument("--allow-missing", action="store_true", help="exit with 0 even if tasks are missing")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_log_flags(parser)
     parser.set_defaults(handler=_eval)
 
 
@@ -197,18 +199,21 @@ def _check_target(arguments: argparse.Namespace) -> None:
 
 def _eval(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from forge.cli.eval_show import summary_lines
     from forge.errors import INPUT_ERRORS, EvalError, ForgeError
     from forge.loops.evals.running import evaluate
+    from forge.observe.logs import start_logging
+    from forge.observe.monitor import monitored
 
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("error")
     config = configure(arguments)
     folder = config.run.output_dir / config.run.name
     bar = _Bar()
     try:
-        result = asyncio.run(evaluate(config, overwrite=arguments.overwrite, on_progress=bar.show))
+        with monitored() as monitor:
+            bar.on_begin = monitor.end_start
+            result = asyncio.run(evaluate(config, overwrite=arguments.overwrite, on_progress=bar.show))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"forge eval: stopped; the same command continues {folder}", file=sys.stderr)
         return 130
@@ -231,12 +236,15 @@ class _Bar:
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self.on_begin: Callable[[], object] = lambda: None
+        """Called before it is drawn."""
 
     def show(self, progress: EvalProgress) -> None:
         """Show how far the evaluation is."""
         from tqdm import tqdm
 
         if self._bar is None:
+            self.on_begin()
             self._bar = tqdm(
                 total=progress.num_total, initial=progress.num_done, unit="sample", file=sys.stderr, disable=None
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from forge.log_levels import add_log_flags
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `quickstart`."""
@@ -24,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="folder to write to (runs/quickstart)",
     )
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="changes to the reinforcement learning")
+    add_log_flags(parser)
     parser.set_defaults(handler=_quickstart)
 
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge.log_levels import add_log_flags
+
 if TYPE_CHECKING:
     from forge.loops.replay.comparing import Replayed
     from forge.loops.replay.recorded import RecordedRun, Start
@@ -29,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = replay.add_mutually_exclusive_group()
     what.add_argument("--step", metavar="K", type=int, help="the step to train again")
     what.add_argument("--group", metavar="N", type=int, help="the group to sample again: its number in ledger.jsonl")
+    add_log_flags(replay)
     replay.set_defaults(handler=_replay)
     bisect = subparsers.add_parser(
         "bisect",
@@ -38,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXIT,
     )
     _add_common(bisect)
+    add_log_flags(bisect)
     bisect.set_defaults(handler=_bisect)
 
 

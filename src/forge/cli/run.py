@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError, did_you_mean
+from forge.log_levels import add_log_flags
 from forge.recipes import Command, find_program, find_recipe, make_inputs, read_command, recipes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="show what would run, or everything that prevents it from starting; start nothing",
     )
+    add_log_flags(parser)
     _add_supervision(parser)
     _add_ui(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, or a recipe: see `forge recipes`")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.chat import add_policy_arguments, read_policy
+from forge.log_levels import add_log_flags
 
 if TYPE_CHECKING:
     import asyncio
@@ -68,15 +69,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--follow", metavar="SECONDS", type=float, help="look for newer weights this often, and serve them"
     )
     parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
+    add_log_flags(parser)
     parser.set_defaults(handler=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    return asyncio.run(serve_until_stopped(configure(arguments)))
+    from forge.observe.logs import logging_where_asked, start_logging
+
+    start_logging("warning")
+    config = configure(arguments)
+    with logging_where_asked():
+        return asyncio.run(serve_until_stopped(config))
 
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
@@ -142,6 +147,7 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
     from forge.generator.actor import start_policy
     from forge.generator.openai import check_serving, serve_openai
     from forge.models.locate import resolve
+    from forge.observe.monitor import shown_start
 
     await check_serving(config.serve)
     folder = (await asyncio.to_thread(resolve, config.model)).folder
@@ -149,7 +155,8 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
     loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, folder, config.generator.chat_template))
     try:
         async with forge.run(config.launcher):
-            service = await start_policy(config)
+            with shown_start():
+                service = await start_policy(config)
             publisher = ModelPublisher(config)
             async with serve_openai(service, config.serve, tokenizer=await loading, publisher=publisher) as server:
                 stop.server = server

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge.log_levels import add_log_flags
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -48,18 +50,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--until", metavar="PID", type=int, help="end when this process ends")
     parser.add_argument("--stays", action="store_true", help=argparse.SUPPRESS)  # of `forge run --keep-ui`
+    add_log_flags(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command and return its exit code."""
     import asyncio
-    import logging
 
+    from forge.observe.logs import start_logging
     from forge.ui.server import UiOptions, check_runs_dir
 
     check_runs_dir(arguments.runs_dir)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("warning")
     options = UiOptions(
         runs_dir=arguments.runs_dir,
         host=arguments.host,

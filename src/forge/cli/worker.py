@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from forge.errors import LaunchError
+from forge.log_levels import add_log_flags
 
 _DEFAULT = "tcp://127.0.0.1:22222"
 
@@ -34,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0.0,
         help="seconds in which the name in the address must become known, as that of a pod does (0)",
     )
+    add_log_flags(parser)
     parser.set_defaults(handler=_serve)
 
 

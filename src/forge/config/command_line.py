@@ -23,6 +23,7 @@ from forge.config.schema import ForgeConfig
 from forge.config.sft import SFTConfig
 from forge.config.yaml_text import read_yaml
 from forge.errors import ConfigError
+from forge.log_levels import parse_with_log_flags
 
 MODULE_FOLDERS = "FORGE_MODULE_FOLDERS"
 """Lists the folders that were added, for the processes that this one starts."""
@@ -140,7 +141,8 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
 def read_arguments(
     arguments: Sequence[str] | None = None, *, description: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Return the files and the overrides that a program's arguments name; `--resume` is one of the overrides."""
+    """Return the files and the overrides that a program's arguments name; `--resume` is one of the overrides. The flags
+    of logging among them have their effect."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
     parser.add_argument(
@@ -151,7 +153,7 @@ def read_arguments(
         help="resume from the newest checkpoint, or from this one; the same as checkpointing.resume=must",
     )
     parser.add_argument("words", metavar="OVERRIDE", nargs="*", help="a.b=c sets a value, ~a.b removes one")
-    parsed = parser.parse_intermixed_args(arguments)
+    parsed = parse_with_log_flags(parser, arguments, intermixed=True)
     files, overrides = split_words(parsed.words)
     if parsed.resume is not None and split_words([parsed.resume])[1]:
         overrides, parsed.resume = [*overrides, parsed.resume], "must"  # an override that stands behind --resume

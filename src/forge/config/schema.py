@@ -43,6 +43,11 @@ class RunConfig(ConfigModel):
     tags: tuple[Tag, ...] = Field(
         default=(), max_length=32, description="Words to find the run by in `forge ui`. They change nothing else."
     )
+    max_log_mb: float = Field(
+        default=64.0,
+        ge=0,
+        description="MiB of log files of each process, in the folder `logs` of the run; 0 for no log files.",
+    )
 
 
 class RopeScalingConfig(ConfigModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -135,21 +135,38 @@ class SinkConfig(ConfigModel):
 class MetricsConfig(ConfigModel):
     """Where metrics are written."""
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {"wandb_project": "project"}
+
     log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
     console: Literal["step", "episode"] = Field(
         default="step",
-        description="What a console line of reinforcement learning begins with: `Step 3`, or `Episode 3` for tools "
-        "that read it so.",
+        description="Lines on the console. `step`: such as `Step 3/100`, no wider than the terminal. `episode`: such "
+        "as `Episode 3` and `Epoch 1/10`, of any length, for tools that read them so.",
     )
     progress: bool | None = Field(
         default=None,
-        description="Whether progress is shown; null for yes on a terminal and in a notebook.",
+        description="Whether progress is shown: null for a panel on a terminal, charts in a notebook, and lines while "
+        "the run starts elsewhere; false for nothing; true for a bar where there is no terminal.",
     )
     jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
     wandb: bool = Field(default=False, description="Whether metrics go to Weights & Biases; needs the extra `wandb`.")
-    wandb_project: str = Field(default="torchforge", min_length=1, description="Project in Weights & Biases.")
-    sinks: tuple[SinkConfig, ...] = Field(default=(), description="More sinks, such as one of your own.")
+    project: str = Field(
+        default="torchforge",
+        min_length=1,
+        description="Project in Weights & Biases and trackio, experiment in MLflow.",
+    )
+    samples: int = Field(
+        default=8, ge=0, le=100, description="Rollouts in each table that a tracker with tables gets; 0 for none."
+    )
+    sample_interval: int = Field(
+        default=50,
+        ge=1,
+        description="Steps between two tables of rollouts. Each evaluation makes a table of its own.",
+    )
+    sinks: tuple[SinkConfig, ...] = Field(
+        default=(), description="More sinks: `mlflow`, `trackio`, or one of your own."
+    )
 
     @property
     def enabled_sinks(self) -> tuple[SinkConfig, ...]:

@@ -31,6 +31,7 @@ from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.observe.gauges import add_gauges
+from forge.observe.phases import phase
 from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
 from forge.runtime.placement import num_usable_gpus, wants_gpus
@@ -94,12 +95,15 @@ class Generator(ForgeActor):
         self._may_be_behind = any(int(os.environ.get(name, "0")) > 0 for name in names)
         if not self._is_front:
             return  # the engine of rank 0 uses its device
-        self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
-        self._engine = self._make_engine(world_size, devices)
+        with phase("reading the tokenizer"):
+            self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
+        with phase("importing the engine"):
+            self._engine = self._make_engine(world_size, devices)
         self._sync = Sync(self._engine, self.config)
         self._reader = self._make_reader()
         self._long_texts = LongTexts()
-        await self._engine.start()
+        with phase("starting the engine"):
+            await self._engine.start()
         self._adapters = NamedAdapters(self.config, self._engine)
         add_gauges(self._engine, engine_gauges)
         if self._capabilities.adapters:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.errors import ForgeError
+from forge.observe.phases import phase
 
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAG_SETS: Final = (("-O3", "-march=native"), ("-O3",))
@@ -205,7 +206,8 @@ def _compile(command: tuple[str, ...], path: Path) -> None:
     handle, draft = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".draft", dir=path.parent)
     os.close(handle)
     try:
-        done = _tool([*command, "-o", draft])
+        with phase("compiling kernels"):
+            done = _tool([*command, "-o", draft])
         if done.returncode != 0:
             said = (done.stderr + done.stdout).decode(errors="replace").strip()
             raise NoNativeKernel(f"{' '.join(command)} -o {draft}: exit status {done.returncode}\n{said}")

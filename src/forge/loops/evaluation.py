@@ -13,6 +13,7 @@ from forge.config import EvaluationConfig, Sampling
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.loops.evals.statistics import pass_at_k
+from forge.loops.waits import Waits, Work
 from forge.observe import span
 from forge.observe.notebook.results import evaluation_facts, table_html
 from forge.rollout.episode_source import EpisodeSource
@@ -22,7 +23,6 @@ from forge.types import Episode, Group, Score, Task
 if TYPE_CHECKING:
     from forge.data.prompts import PromptDataset
     from forge.loops.planning import GRPOPlan
-    from forge.loops.waits import Waits
     from forge.loops.workers import Workers
 
 _log = logging.getLogger("forge.grpo")
@@ -139,19 +139,35 @@ class Evaluator:
     ) -> None:
         self._config, self._dataset, self._attempt, self._take_faults = config, dataset, attempt, take_faults
         self._slots = asyncio.Semaphore(at_once)
+        self.num_asked = 0
+        """Prompts of the evaluation under way that are done with."""
 
     @property
     def num_prompts(self) -> int:
         return min(len(self._dataset), self._config.max_prompts or len(self._dataset))
 
-    async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
-        """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
+    async def run(
+        self,
+        *,
+        record: Callable[[Sequence[Group]], object] | None = None,
+        on_asked: Callable[[], object] = lambda: None,
+    ) -> Evaluation:
+        """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt; `on_asked` is
+        called after each of them."""
         tasks: list[asyncio.Task[Group | None]] = []
         self._take_faults()  # of an evaluation that was ended
+        self.num_asked = 0
+
+        def note(task: asyncio.Task[Group | None]) -> None:
+            self.num_asked += 1
+            on_asked()
+
         with span("evaluation"):
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._ask(index)) for index in range(self.num_prompts)]
+                    for task in tasks:
+                        task.add_done_callback(note)
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         answered = [found for task in tasks if (found := task.result()) is not None]
@@ -240,9 +256,12 @@ class RunEvaluations:
 
     async def run(self, step: int, *, record: Callable[[Sequence[Group]], object]) -> Evaluation | None:
         """Evaluate after a step, and return what was found; None where the run is asked to end meanwhile."""
-        assert self._evaluator is not None
-        with self._waits.shown("held-out prompts are evaluated"):
-            found = await self._waits.stop.unless(self._evaluator.run(record=record))
+        evaluator = self._evaluator
+        assert evaluator is not None
+        count = lambda: (evaluator.num_asked, evaluator.num_prompts)  # noqa: E731
+        work = Work("held-out prompts are evaluated", "evaluating", "first evaluation", count, "prompts")
+        with self._waits.shown(work):
+            found = await self._waits.stop.unless(evaluator.run(record=record, on_asked=self._waits.changed))
         if found is not None:
             self._found.append(found)
             self.step = step

@@ -39,7 +39,7 @@ from forge.loops.observing import tracing
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records
-from forge.loops.restarting import Restarts, start_planned
+from forge.loops.restarting import run_with_restarts
 from forge.loops.results import GRPOResult
 from forge.loops.resuming import (
     SaveRule,
@@ -48,24 +48,24 @@ from forge.loops.resuming import (
     ledger_before,
     newest_checkpoint,
     report_changes,
-    where_it_stopped,
 )
 from forge.loops.rollouts import RolloutRunner, RolloutSource, make_source
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.runtime_changes import is_continued
+from forge.loops.showing import shown_run
 from forge.loops.step_metrics import StepClock, StepMetrics
-from forge.loops.stopping import Stop, stopped_by_signals
-from forge.loops.waits import Waits
+from forge.loops.stopping import Stop
+from forge.loops.waits import SAVING, TRAINING, WRITING, Waits
 from forge.loops.weight_updates import WeightUpdates
 from forge.loops.workers import Workers
 from forge.observe import span
 from forge.observe.clock import monotonic_s
+from forge.observe.monitor import note_started
+from forge.observe.phases import phase
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.signal import NoSignalGroup
 from forge.rollout.taken_batch import TakenBatch
-from forge.runtime.lifetime import run
-from forge.trainer.recovering import LOST
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
 
@@ -90,53 +90,24 @@ async def run_grpo(
     the section `episode` names: a program made with `@forge.episode` or `forge.episode_from_env`.
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
     """
-    plan = check_grpo(config, program=episode)
-    if loss is not None:
-        from forge.losses.build import check_loss
+    with shown_run(config) as shown:
+        with phase("reading model and data"):
+            plan = check_grpo(config, program=episode)
+        if loss is not None:
+            from forge.losses.build import check_loss
 
-        check_loss(loss, temperature=plan.temperature)
-        plan = replace(plan, loss=loss, own_loss=True)
-    if advantage is not None:
-        plan = replace(plan, advantage=advantage, own_advantage=True)
-    with tracing(config.record.trace):  # before workers start: they inherit it
-        return await _run(plan)
-
-
-async def _run(plan: GRPOPlan) -> GRPOResult:
-    """Run a plan, again from its newest checkpoint where the loss of a worker ends it. When all processes have ended,
-    log what a resume continues after."""
-    hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
-    restarts, is_stopped = Restarts(plan), True
-    async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
-        try:
-            while True:
-                try:
-                    result = await _attempt(plan, stop, restarts)
-                except LOST as failure:
-                    plan = await restarts.after(failure, plan, stop=stop)
-                else:
-                    is_stopped = result.is_stopped
-                    return result
-        finally:
-            if is_stopped:
-                step = plan.resume_step if restarts.loop is None else restarts.loop.step
-                _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
+            check_loss(loss, temperature=plan.temperature)
+            plan = replace(plan, loss=loss, own_loss=True)
+        if advantage is not None:
+            plan = replace(plan, advantage=advantage, own_advantage=True)
+        shown.open_files()
+        shown.monitor.begin_steps(step=plan.resume_step, total=plan.num_steps)
+        with tracing(config.record.trace):  # before workers start: they inherit it
+            return await run_with_restarts(plan, _make_loop)
 
 
-async def _attempt(plan: GRPOPlan, stop: Stop, restarts: Restarts) -> GRPOResult:
-    """Start the workers and run a loop."""
-    async with run(plan.config.launcher):
-        workers = await stop.unless(start_planned(plan))
-        if workers is None:
-            return GRPOResult.not_started(plan.resume_step, exit_code=stop.exit_code, folder=run_dir(plan.config))
-        loop = restarts.begin(GRPOLoop(plan, workers, make_source(plan, workers), stop=stop), plan)
-        try:
-            result = await loop.run()
-        except BaseException as failure:
-            loop.close(failure)
-            raise
-        loop.close()
-        return result
+def _make_loop(plan: GRPOPlan, workers: Workers, stop: Stop) -> GRPOLoop:
+    return GRPOLoop(plan, workers, make_source(plan, workers), stop=stop)
 
 
 class GRPOLoop:
@@ -145,7 +116,7 @@ class GRPOLoop:
     Args:
         plan: what is to be done.
         workers: the services that do it.
-        source: makes the groups that are trained on; `make_source` gives the one of `run_grpo`.
+        source: makes the groups that are trained on; None for `make_source`.
         stop: says when the run is asked to end.
         clock: seconds, for the time between two checkpoints and for throughput.
     """
@@ -154,13 +125,13 @@ class GRPOLoop:
         self,
         plan: GRPOPlan,
         workers: Workers,
-        source: RolloutSource,
+        source: RolloutSource | None = None,
         *,
         stop: Stop | None = None,
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         self._plan, self._config, self._workers = plan, plan.config, workers
-        self._stop = stop or Stop()
+        self._stop, source = stop or Stop(), source or make_source(plan, workers)
         self._credit = agent_credit(self._config, plan.program)
         self._buffer = ReplayBuffer(
             plan.rollout,
@@ -186,6 +157,7 @@ class GRPOLoop:
         self._last_save: tuple[int, int | None] | None = None
         step, evaluator = lambda: self._step, make_evaluator(plan, workers, source)
         self._waits = waits = Waits(self._stop, report_s=plan.rollout.report_wait_s, step=step)
+        self._runner.on_change = waits.changed
         self._evaluations = RunEvaluations(evaluator, self._config.evaluation, waits=waits)
         name = self._config.generator.weights
         self._weights = WeightUpdates(
@@ -289,6 +261,7 @@ class GRPOLoop:
             self._control.change()  # before the next weights are served, with which the next rollouts begin
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
                 await self._weights.hand_over(self._step, at_once=self._buffer.staleness == 0)
+            note_started()
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
             await self._control.profiles.end()
@@ -310,7 +283,7 @@ class GRPOLoop:
         generating_before = self._source.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
             try:
-                taken = await self._waits.unless(self._buffer.take(), self._runner.describe_wait)
+                taken = await self._waits.unless(self._buffer.take(), self._runner.work)
             except RolloutError:  # too many batches in a row had no signal
                 await self._save()
                 raise
@@ -322,7 +295,7 @@ class GRPOLoop:
         try:
             with self._clock.part("training"), span("train", step=self._step):
                 learning = self.learner.learn(taken.groups, step=self._step)
-                groups, result = await self._waits.in_time(learning, self._abandon, "the trainer learns")
+                groups, result = await self._waits.in_time(learning, self._abandon, TRAINING)
         except StepAbandoned:
             return None
         except NonFiniteError:
@@ -381,7 +354,7 @@ class GRPOLoop:
     async def _save_now(self) -> Mapping[str, Any]:
         """Save, and return where the checkpoint is when it is complete."""
         await self._save()
-        await self._waits.during(self._workers.trainer.wait_saved(), "the checkpoint is written")
+        await self._waits.during(self._workers.trainer.wait_saved(), WRITING)
         return {"checkpoint": str(newest_checkpoint(checkpoint_dir(self._config)))}
 
     async def _save(self) -> None:
@@ -404,7 +377,7 @@ class GRPOLoop:
             self._records.flush()
         with span("save", step=self._step):
             saving = self.learner.save(extra=extra, metric=None if fresh is None else -fresh.reward)
-            await self._waits.during(saving, "the trainer saves its state")
+            await self._waits.during(saving, SAVING)
         self._last_save = (self._step, self._evaluations.step)
         self._save_rule.saved()
 

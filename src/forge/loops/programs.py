@@ -12,6 +12,7 @@ from typing import Any
 
 from forge.errors import INPUT_ERRORS, ForgeError
 from forge.loops.supervised import SupervisedResult
+from forge.observe import start_logging
 
 
 def run_program(running: Coroutine[Any, Any, SupervisedResult]) -> None:
@@ -21,7 +22,7 @@ def run_program(running: Coroutine[Any, Any, SupervisedResult]) -> None:
     the number of the signal that stopped it.
     """
     is_first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    start_logging("info" if is_first else "error")
     try:
         result = asyncio.run(running)
     except INPUT_ERRORS as error:

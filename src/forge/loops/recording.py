@@ -13,6 +13,7 @@ from forge.loops.planning import GRPOPlan
 from forge.loops.replay.session import describe_session
 from forge.loops.resuming import kept_steps
 from forge.loops.run_paths import checkpoint_dir, run_dir
+from forge.loops.sample_tables import sample_table
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.rollout.ledger import Ledger, LedgerLine, recording
@@ -23,6 +24,7 @@ from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.rollout.step_log import FOLDER, StepLog
 from forge.rollout.step_record import LearnedBatch
 from forge.trainer.checkpoint_folder import WriterLock
+from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
@@ -68,7 +70,7 @@ class Records:
         self._log = make_sinks(
             config.metrics,
             folder=self._folder,
-            run_name=config.run.name,
+            run=config,
             resume_step=resume_step,
             total_steps=plan.num_steps,
         )
@@ -87,6 +89,7 @@ class Records:
         the step: what it learned from, and the digest of the weights that it published."""
         trained = [LedgerLine(step, group.number, group.epoch, group.task.id, "trained") for group in groups]
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
+        self._write_samples("rollouts", step, groups, is_due=is_due(step, self._plan.config.metrics.sample_interval))
         logprobs = result.logprobs
         self._rollouts.write(step, groups, None if logprobs is None else logprobs_by_episode(groups, logprobs))
         if self._step_log is not None and learned is not None:
@@ -110,6 +113,13 @@ class Records:
     def evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Write the answers of an evaluation."""
         self._rollouts.write_evaluation(step, groups)
+        self._write_samples("evaluation", step, groups, is_due=True)
+
+    def _write_samples(self, name: str, step: int, groups: Sequence[Group], *, is_due: bool) -> None:
+        """Give trackers with tables a few episodes."""
+        limit = self._plan.config.metrics.samples
+        if is_due and limit and self._log.takes_tables:
+            self._log.write_table(step, f"samples/{name}", sample_table(groups, limit))
 
     def no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared; where groups of this kind can be read."""
@@ -135,7 +145,6 @@ class Records:
         if self.is_ended:
             return self._report
         self.is_ended = True
-        self._log.close()
         try:
             self.ledger.write(self._dropped_lines(step, dropped))
         except (ForgeError, OSError) as error:
@@ -147,6 +156,9 @@ class Records:
                 self._report = write_report(self._folder).path
             except (ForgeError, OSError) as error:
                 _log.warning("the report could not be made: %s", error)
+            else:
+                self._log.link("report", self._report)
+        self._log.close()
         return self._report
 
     def close(self) -> None:

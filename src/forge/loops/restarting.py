@@ -14,17 +14,60 @@ from typing import TYPE_CHECKING
 
 from forge.loops.planning import GRPOPlan, episode_options
 from forge.loops.preflight import check_grpo
-from forge.loops.resuming import saved_step
-from forge.loops.run_paths import checkpoint_dir, crash_dir
-from forge.loops.stopping import Stop
+from forge.loops.results import GRPOResult
+from forge.loops.resuming import saved_step, where_it_stopped
+from forge.loops.run_paths import checkpoint_dir, crash_dir, run_dir
+from forge.loops.stopping import Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
 from forge.observe.clock import monotonic_s
+from forge.runtime.lifetime import run
 from forge.trainer.deaths import Deaths
+from forge.trainer.recovering import LOST
 
 if TYPE_CHECKING:
     from forge.loops.grpo import GRPOLoop
 
 _log = logging.getLogger("forge.grpo")
+
+
+MakeLoop = Callable[[GRPOPlan, Workers, Stop], "GRPOLoop"]
+
+
+async def run_with_restarts(plan: GRPOPlan, make_loop: MakeLoop) -> GRPOResult:
+    """Run a plan, again from its newest checkpoint where the loss of a worker ends it. When all processes have ended,
+    log what a resume continues after."""
+    hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
+    restarts, is_stopped = Restarts(plan), True
+    async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
+        try:
+            while True:
+                try:
+                    result = await _attempt(plan, restarts, stop=stop, make_loop=make_loop)
+                except LOST as failure:
+                    plan = await restarts.after(failure, plan, stop=stop)
+                else:
+                    is_stopped = result.is_stopped
+                    return result
+        finally:
+            if is_stopped:
+                step = plan.resume_step if restarts.loop is None else restarts.loop.step
+                _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
+
+
+async def _attempt(plan: GRPOPlan, restarts: Restarts, *, stop: Stop, make_loop: MakeLoop) -> GRPOResult:
+    """Start the workers and run a loop."""
+    async with run(plan.config.launcher):
+        workers = await stop.unless(start_planned(plan))
+        if workers is None:
+            return GRPOResult.not_started(plan.resume_step, exit_code=stop.exit_code, folder=run_dir(plan.config))
+        loop = restarts.begin(make_loop(plan, workers, stop), plan)
+        try:
+            result = await loop.run()
+        except BaseException as failure:
+            loop.close(failure)
+            raise
+        loop.close()
+        return result
 
 
 class Restarts:

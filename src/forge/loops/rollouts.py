@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from forge.errors import ActorFailure, CallTimeout, EngineDead, GroupFailed, PromptError, RewardError
@@ -15,6 +15,7 @@ from forge.loops.league import make_league
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import journal_dir
 from forge.loops.step_metrics import StepMetrics
+from forge.loops.waits import Work
 from forge.loops.workers import Workers
 from forge.observe.fault_records import record_fault
 from forge.rollout.buffer import ReplayBuffer
@@ -153,6 +154,8 @@ class RolloutRunner:
     def __init__(self, plan: GRPOPlan, source: RolloutSource, buffer: ReplayBuffer, *, metrics: StepMetrics) -> None:
         self._plan, self._source, self._buffer, self._metrics = plan, source, buffer, metrics
         self._tries: Counter[int] = Counter()
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when a group is done with."""
 
     async def run(self) -> None:
         """Run until the buffer admits no more. Raise what a rollout raises beyond its retries."""
@@ -161,7 +164,8 @@ class RolloutRunner:
                 while (number := await self._buffer.admit()) is not None:
                     if self._source.curriculum is not None:
                         self._source.curriculum.choose(number)  # now: what is known later may be more
-                    tasks.create_task(self._roll_out(number), name=f"rollout {number}")
+                    rolling = tasks.create_task(self._roll_out(number), name=f"rollout {number}")
+                    rolling.add_done_callback(lambda _: self.on_change())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -208,6 +212,13 @@ class RolloutRunner:
             )
         _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
         self._buffer.drop(group.number, "failed", group=group)
+
+    @property
+    def work(self) -> Work:
+        """What a batch waits for."""
+        buffer = self._buffer
+        count = lambda: (min(buffer.num_ready, buffer.batch_groups), buffer.batch_groups)  # noqa: E731
+        return Work(self.describe_wait, "waiting for rollouts", "first rollouts", count, "groups")
 
     def describe_wait(self) -> str:
         """Return what a batch is waiting for, for a log line."""

@@ -28,9 +28,11 @@ from forge.loops.resuming import SaveRule, newest_checkpoint, report_changes, sa
 from forge.loops.run_kinds import CompleteBatch, unchanged
 from forge.loops.run_paths import checkpoint_dir, crash_dir, run_dir
 from forge.loops.runtime_changes import is_continued
+from forge.loops.showing import shown_run
 from forge.loops.stopping import Stop, stopped_by_signals
 from forge.loops.supervised_control import SupervisedControl
 from forge.loops.utilization import Utilization
+from forge.loops.waits import SAVING, TRAINING, Work
 from forge.observe import (
     MetricsLog,
     Throughput,
@@ -39,6 +41,8 @@ from forge.observe import (
     step_values,
 )
 from forge.observe.clock import monotonic_s
+from forge.observe.monitor import note_started
+from forge.observe.phases import phase
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.rollout.ledger import recording
 from forge.runtime.lifetime import run
@@ -57,7 +61,13 @@ async def run_supervised(config: SupervisedConfig, *, clock: Callable[[], float]
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
     gives the seconds between two checkpoints.
     """
-    with prepare_supervised(config) as prepared, tracing(config.record.trace):  # before workers start: they inherit it
+    is_leader = not is_rank() or os.environ.get("RANK", "0") == "0"
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(shown_run(config, is_leader=is_leader))
+        with phase("reading model and data"):
+            prepared = stack.enter_context(prepare_supervised(config))
+        shown.open_files(is_leader=is_leader)
+        stack.enter_context(tracing(config.record.trace))  # before workers start: they inherit it
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
         async with stopped_by_signals(save_hint=hint, grace_s=grace_s, is_rank=is_rank()) as (stop, is_late):
             loop = SupervisedLoop(config, prepared, stop=stop, clock=clock)
@@ -215,7 +225,7 @@ class SupervisedLoop:
         """Take a step; None if there was no time for it. Then the state before it is saved."""
         try:
             training = self._trainer.train_step(batch, **self._control.step_options)
-            with self._control.waits.shown("the trainer learns"), span("train", step=self._step):
+            with self._control.waits.shown(TRAINING), span("train", step=self._step):
                 result = await self.stop.in_time(training, self._trainer.abandon_step)
         except StepAbandoned:
             if self._trainer.is_leader:
@@ -230,6 +240,7 @@ class SupervisedLoop:
             await self._save(position=position)
             raise
         self._step, self._loss = result.step, result.loss
+        note_started()
         return result
 
     # ---- Validation, checkpoints, and the end ---------------------------------------------------------------------
@@ -238,13 +249,17 @@ class SupervisedLoop:
         loader = self._loaders.validation
         if loader is None or self._validated_step == self._step:
             return
-        with self._throughput.paused(), self._control.waits.shown("the validation"), span("validate"):
+        waits, total = self._control.waits, loader.count_batches()
+        sums = _Sums()
+        count = None if total is None else lambda: (sums.num_batches, max(total.total, sums.num_batches))
+        work = Work("the validation", "validating", "first validation", count, "batches")
+        with self._throughput.paused(), waits.shown(work), span("validate"):
             loader.rewind()
-            sums = _Sums()
             for batch in loader:
                 if await self._is_asked():
                     return
                 sums.add(await self._trainer.evaluate(await self._complete(batch)))
+                waits.changed()
             self._validation_loss, self._validated_step = sums.loss / sums.weight, self._step
             is_best = self._validation_loss < (math.inf if self._best is None else self._best)  # never for NaN
             if is_best:
@@ -259,8 +274,7 @@ class SupervisedLoop:
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        saving = self._control.waits.shown("the trainer saves its state")
-        with self._throughput.paused(), saving, span("save", step=self._step):
+        with self._throughput.paused(), self._control.waits.shown(SAVING), span("save", step=self._step):
             extra = {
                 **saved_name(self._kind.name),
                 "data": position or self._loaders.train.state_dict(),
@@ -336,7 +350,7 @@ class SupervisedLoop:
             self._log = make_sinks(
                 self._config.metrics,
                 folder=folder,
-                run_name=self._config.run.name,
+                run=self._config,
                 resume_step=resume_step,
                 total_steps=self._trainer_config.total_steps,
                 num_epochs=self._config.training.num_epochs,
@@ -391,10 +405,12 @@ class _Sums:
 
     def __init__(self) -> None:
         self.loss = self.weight = 0.0
+        self.num_batches = 0
         self._metrics: dict[str, tuple[float, float]] = {}
 
     def add(self, found: Evaluated) -> None:
         self.loss, self.weight = self.loss + found.loss, self.weight + found.weight
+        self.num_batches += 1
         for name, (total, divisor) in found.metrics.items():
             before = self._metrics.get(name, (0.0, 0.0))
             self._metrics[name] = before[0] + total, before[1] + divisor

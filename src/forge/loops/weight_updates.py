@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from forge.generator.engine import UpdateReport
 from forge.loops.step_metrics import StepClock
 from forge.loops.volumes import load_version
-from forge.loops.waits import Waits
+from forge.loops.waits import PUBLISHING, Waits, Work
 from forge.loops.workers import Workers
 from forge.observe import span
 
@@ -69,13 +69,14 @@ class WeightUpdates:
 
     async def _publish(self, version: int) -> None:
         publishing = self._workers.trainer.publish_weights(version, name=self._name)
-        self.digest = await self._waits.during(publishing, "the trainer publishes its weights")
+        self.digest = await self._waits.during(publishing, PUBLISHING)
         await self._published(version)
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
             loading = load_version(self._workers, version, name=self._name)
-            reports = await self._waits.during(loading, f"generators load version {version}")
+            work = Work(f"generators load version {version}", "updating generators", "first weight sync")
+            reports = await self._waits.during(loading, work)
         self._served(version, reports)
 
     async def finish(self) -> None:

@@ -75,13 +75,16 @@ def adapter_targets(modules: Any) -> tuple[Any, str]:
 
 def sink_values(names: Iterable[Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the keys of `metrics` for the names of loggers, and those that there is no sink for."""
-    known = {"wandb", "tensorboard", "console", "none", "file", "all"}
+    by_kind = ("mlflow", "trackio")
+    known = {"wandb", "tensorboard", "console", "none", "file", "all", *by_kind}
     chosen = [str(name) for name in names]
     everything = "all" in chosen
-    values = {
+    values: dict[str, Any] = {
         "metrics.wandb": everything or "wandb" in chosen,
         "metrics.tensorboard": everything or "tensorboard" in chosen,
     }
+    if kinds := [{"kind": kind} for kind in by_kind if kind in chosen]:
+        values["metrics.sinks"] = kinds
     return values, [name for name in chosen if name not in known]
 
 

@@ -25,6 +25,7 @@ from forge.models.weight_names import (
     unknown_parameter,
     wrong_parameter,
 )
+from forge.observe.phases import phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,7 +65,11 @@ def load_hf(
 
     slots = slots_by_name(config)
     targets = [(name, parameter, _slot_of(name, parameter, slots)) for name, parameter in _base_parameters(parts)]
-    with WeightFolder(folder, config, max_read_bytes=max_read_bytes) as files, torch.no_grad():
+    with (
+        phase("loading weights", total=_local_bytes([each for _, each, _ in targets]), unit="B") as progress,
+        WeightFolder(folder, config, max_read_bytes=max_read_bytes) as files,
+        torch.no_grad(),
+    ):
         files.check(may_lack_score=seed is not None)
         done: set[int] = set()
         for name, parameter, slot in targets:
@@ -74,11 +79,20 @@ def load_hf(
                     initialise(SCORE, parameter, seed=seed, std=_STD)
                 else:
                     _fill(name, parameter, slot, files=files)
+                progress.advance(_local_bytes([parameter]))
         for name, weight in quantized_weights(parts).items():
             whole = torch.empty(weight.shape, dtype=torch.float32)
             _fill(name, whole, slots[name], files=files)
             weight.store(whole)
         return files.report
+
+
+def _local_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of what this rank holds of some parameters, each counted once."""
+    from torch.distributed.tensor import DTensor
+
+    once = {id(each): each for each in parameters}.values()
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in once)
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -149,7 +163,7 @@ def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> N
 
     from forge.models.quantized import quantized_weights
 
-    with torch.no_grad():
+    with phase("initialising weights"), torch.no_grad():
         for name, parameter in _base_parameters(parts):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if parameter.ndim == 1:

@@ -12,6 +12,7 @@ Importing this loads neither torch nor any of the packages that the sinks write 
 from forge.observe.console import ConsoleSink
 from forge.observe.jsonl import JsonlSink, MetricsLine, read_jsonl
 from forge.observe.log import MetricsLog, make_sinks
+from forge.observe.logs import start_logging
 from forge.observe.metrics import Reduce, record_metric
 from forge.observe.sink import Sink, Value
 from forge.observe.tensorboard import TensorBoardSink
@@ -39,6 +40,7 @@ __all__ = [
     "read_jsonl",
     "record_metric",
     "span",
+    "start_logging",
     "step_values",
     "switch_tracing",
 ]

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from forge.observe.displays import Display, EpisodePanel, StepBar
-from forge.observe.lines import evaluation_line, plain_line, rollout_line, train_line, validation_line
+from forge.observe import lines, step_lines
+from forge.observe.displays import Display, StepBar
+from forge.observe.lines import rollout_line, train_line
+from forge.observe.monitor import current_monitor
+from forge.observe.panel import Panel, panel_is_possible
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
+from forge.observe.step_lines import WIDTH, plain_line, step_line
+from forge.observe.terminal import print_above
 
 _log = logging.getLogger("forge.observe")
 
@@ -19,38 +25,36 @@ class ConsoleSink:
     """Prints a line every `log_interval` steps and at step `total_steps`; a validation or an evaluation is printed
     whenever it comes.
 
-    Lines go to standard output. The progress display goes to standard error, moves with every step, and knows the time
-    that is left when `total_steps` is given: a bar, which gives way to a panel with the first metrics of rollouts. The
-    bar is there when `progress` is true, or when that is None and both streams are terminals: a line on its way through
-    a pipe and a bar on the terminal would run into each other. The panel needs a terminal in any case. `stream` takes
-    the place of both streams. Where a stream is closed, or is no longer read (`| head`), nothing more is printed, and
-    the run continues.
+    Lines go to standard output, and are no longer than the terminal is wide, or 80 characters. The progress display
+    goes to standard error and moves with every step: on a terminal a panel, that of the run where one is shown
+    (`forge.observe.monitor`). It is there when `progress` is None and both streams are terminals: a line on its way
+    through a pipe and a panel on the terminal would run into each other. With `progress` true, a bar takes its place
+    where there is no terminal. `stream` takes the place of both streams. Where a stream is closed, or is no longer read
+    (`| head`), nothing more is printed, and the run continues.
+
+    `style` is `step`, or `episode` for the lines that tools know from elsewhere: `Episode 1 | Avg Reward: 0.75 | KL
+    Divergence: 0.12`, `Epoch 1/10 | Step 100 | Loss: 2.45 | LR: 0.0001`.
     """
 
     def __init__(
         self,
         *,
         log_interval: int = 10,
-        step_word: str = "Step",
+        style: str = "step",
         num_epochs: int | None = None,
         total_steps: int | None = None,
         resume_step: int | None = None,
         progress: bool | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        self._log_interval, self._word = log_interval, step_word
-        self._num_epochs = num_epochs
-        self._total_steps = total_steps
-        self._step = resume_step or 0
+        self._log_interval, self._style = log_interval, style
+        self._num_epochs, self._total_steps = num_epochs, total_steps
         self._stream = stream
-        self._closed = False
-        self._display: Display | None = None
-        self._is_muted = False
-        if progress is None:
-            streams = [stream or standard for standard in (sys.stdout, sys.stderr)]
-            progress = all(each is not None and each.isatty() for each in streams)
-        if progress:
-            self._display = StepBar(step=self._step, total_steps=total_steps, stream=stream)
+        self._closed = self._is_muted = False
+        self._pace = Pace(total_steps)
+        self._display, self._is_shared = _open_display(progress, stream)
+        if self._display is not None:
+            self._display.begin(step=resume_step or 0, total=total_steps)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._closed:
@@ -63,16 +67,16 @@ class ConsoleSink:
             self._mute(error)
 
     def _show(self, step: int, values: Mapping[str, Value]) -> None:
-        if REWARD_MEAN in values:
-            self._show_episode()
-        if self._display is not None and (REWARD_MEAN in values or TRAIN_LOSS in values):
+        if REWARD_MEAN in values or TRAIN_LOSS in values:
+            self._pace.note(step)
+        if self._display is not None:
             self._display.show(step, values)
         for line in self._lines(step, values):
             self._print(line)
 
     def close(self) -> None:
         self._closed = True
-        if self._display is not None and not self._is_muted:
+        if self._display is not None and not self._is_muted and not self._is_shared:
             self._display.close()
 
     def _mute(self, error: OSError) -> None:
@@ -84,32 +88,91 @@ class ConsoleSink:
 
     def _lines(self, step: int, values: Mapping[str, Value]) -> list[str]:
         is_due = step % self._log_interval == 0 or step == self._total_steps
-        lines = []
-        if REWARD_MEAN in values:
-            lines += [rollout_line(step, values, word=self._word)] if is_due else []
-        elif TRAIN_LOSS in values:
-            lines += [train_line(step, values, num_epochs=self._num_epochs)] if is_due else []
+        found = []
+        if REWARD_MEAN in values or TRAIN_LOSS in values:
+            found += [self._step_line(step, values)] if is_due else []
         if VALIDATION_LOSS in values:
-            lines.append(validation_line(step, values))
+            found.append(self._validation_line(step, values))
         if EVALUATION_REWARD in values:
-            lines.append(evaluation_line(step, values))
+            found.append(self._evaluation_line(step, values))
         is_known = any(name in values for name in (REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, EVALUATION_REWARD))
-        return lines if is_known or not values or not is_due else [plain_line(step, values)]
+        if is_known or not values or not is_due:
+            return found
+        return [plain_line(step, values, total=self._total_steps, width=self._width)]
 
-    def _show_episode(self) -> None:
-        """Let the panel take the place of the bar, on a terminal."""
-        if isinstance(self._display, StepBar):
-            self._display.wipe()
-            self._display = None
-            if (self._stream or sys.stderr).isatty():
-                self._display = EpisodePanel(step=self._step, total_steps=self._total_steps, stream=self._stream)
+    def _step_line(self, step: int, values: Mapping[str, Value]) -> str:
+        if self._style == "episode":
+            if REWARD_MEAN in values:
+                return rollout_line(step, values, word="Episode")
+            return train_line(step, values, num_epochs=self._num_epochs)
+        return step_line(
+            step,
+            values,
+            total=self._total_steps,
+            num_epochs=self._num_epochs,
+            left_s=self._pace.left_s(step),
+            width=self._width,
+        )
+
+    def _validation_line(self, step: int, values: Mapping[str, Value]) -> str:
+        if self._style == "episode":
+            return lines.validation_line(step, values)
+        return step_lines.validation_line(step, values, total=self._total_steps, width=self._width)
+
+    def _evaluation_line(self, step: int, values: Mapping[str, Value]) -> str:
+        if self._style == "episode":
+            return lines.evaluation_line(step, values)
+        return step_lines.evaluation_line(step, values, total=self._total_steps, width=self._width)
+
+    @property
+    def _width(self) -> int:
+        """How wide a line may be: as the terminal, or 80 where there is none."""
+        try:
+            return max(20, os.get_terminal_size((self._stream or sys.stdout).fileno()).columns)
+        except (OSError, ValueError, AttributeError):
+            return WIDTH
 
     def _print(self, line: str) -> None:
-        stream = self._stream or sys.stdout
-        if self._display is None:
-            print(line, file=stream, flush=True)
+        if self._display is not None:
+            self._display.print(line, to_stderr=False)
+        elif self._stream is not None:
+            print(line, file=self._stream, flush=True)
         else:
-            self._display.print(line, stream=stream)
+            print_above(line)
+
+
+class Pace:
+    """How long the steps of a run take, those that come after the first one."""
+
+    def __init__(self, total: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total, clock
+        self._first: tuple[int, float] | None = None
+        self._now_s = 0.0
+
+    def note(self, step: int) -> None:
+        """Note that a step has ended."""
+        self._now_s = self._clock()
+        if self._first is None or step < self._first[0]:
+            self._first = (step, self._now_s)
+
+    def left_s(self, step: int) -> float | None:
+        """Return the seconds that are left after a step; None where that is not known."""
+        if self._total is None or self._first is None or not self._first[0] < step < self._total:
+            return None
+        first, began_s = self._first
+        return (self._now_s - began_s) / (step - first) * (self._total - step)
+
+
+def _open_display(progress: bool | None, stream: TextIO | None) -> tuple[Display | None, bool]:
+    """Return what moves while the run runs, if anything does, and whether it belongs to another."""
+    monitor = current_monitor()
+    if stream is None and monitor is not None and monitor.panel is not None:
+        return monitor.panel, True
+    if stream is None and panel_is_possible(progress):
+        return Panel(), False
+    if stream is not None and stream.isatty() and progress is not False:
+        return Panel(stream=stream), False
+    return (StepBar(stream=stream), False) if progress else (None, False)
 
 
 def open_missing_streams() -> None:

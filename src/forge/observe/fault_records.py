@@ -1,4 +1,4 @@
-"""`record_fault`: what went wrong in a run that goes on all the same, from any process, with its traceback.
+"""`record_fault`: what went wrong in a run that continues, from any process, with its traceback.
 
 Each process keeps what it has recorded, the first `MAX_KEPT`, until the run collects it (`forge.runtime.collect`). The
 controller writes it into `faults.jsonl` in the run's folder.

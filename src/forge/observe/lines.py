@@ -1,4 +1,4 @@
-"""How metrics read on a console. Pure functions; nothing here prints."""
+"""How metrics read on a console in the style `episode`, which tools may know. Pure functions; nothing here prints."""
 
 from __future__ import annotations
 
@@ -107,14 +107,6 @@ def validation_line(step: int, values: Mapping[str, Value]) -> str:
     return " | ".join(parts)
 
 
-def plain_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Step 100 | reward/mean: 0.5`: every metric by its name, for steps that have no loss of training."""
-    shown = (
-        f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values.items()
-    )
-    return " | ".join([f"Step {step}", *shown])
-
-
 def bar_text(values: Mapping[str, Value]) -> str:
     """Return the end of a progress bar: loss, learning rate and tokens per second, where they are known."""
     shown = {TRAIN_LOSS: "loss {}", LEARNING_RATE: "lr {}", TOKENS_PER_S: "{} tokens/s"}
@@ -157,8 +149,8 @@ def time_shares(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: spent / whole for name, spent in seconds.items()} if 0 < whole < float("inf") else {}
 
 
-def rollout_line(step: int, values: Mapping[str, Value], *, word: str = "Step") -> str:
-    """`Step 1 | Avg Reward: 0.75 | KL Divergence: 0.12`, then what else is known, in a fixed order."""
+def rollout_line(step: int, values: Mapping[str, Value], *, word: str = "Episode") -> str:
+    """`Episode 1 | Avg Reward: 0.75 | KL Divergence: 0.12`, then what else is known, in a fixed order."""
     parts = [f"{word} {step}"]
     parts += [text.format(show(float(values[name]))) for name, text, show in _ROLLOUT_FIELDS if name in values]
     shares = time_shares(values)
@@ -183,18 +175,3 @@ def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
     if EVALUATION_PROMPTS in values:
         parts.append(f"{float(values[EVALUATION_PROMPTS]):g} prompts")
     return " | ".join(parts)
-
-
-def panel_metrics(values: Mapping[str, Value]) -> list[tuple[str, str]]:
-    """Return the metrics of a step for a small display: what each is called, and how it reads."""
-    names = {
-        REWARD_MEAN: "reward",
-        KL: "KL",
-        ENTROPY: "entropy",
-        LEAGUE_ELO: "Elo",
-        LEAGUE_WIN_RATE: "win rate",
-        STALENESS: "staleness",
-        GENERATION_TOKENS_PER_S: "gen tok/s",
-        TOKENS_PER_S: "train tok/s",
-    }
-    return [(names[name], show(float(values[name]))) for name, _, show in _ROLLOUT_FIELDS if name in values]

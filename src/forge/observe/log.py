@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from forge.errors import ConfigError, DataError
-from forge.observe.sink import Sink, Value
+from forge.observe.sink import LinkSink, Sink, Table, TableSink, Value
 from forge.registry import SINKS, call
 
 if TYPE_CHECKING:
-    from forge.config import MetricsConfig
+    from forge.config import ForgeConfig, MetricsConfig
 
 _log = logging.getLogger("forge.observe")
+_OFFERED: Final = ("folder", "project", "run_name", "config", "tags", "resume_step", "total_steps", "num_epochs")
+"""What a sink may ask for by the names of its arguments."""
+_NEEDING_PACKAGES: Final = ("mlflow", "trackio", "wandb")
 
 
 class MetricsLog:
@@ -59,6 +64,29 @@ class MetricsLog:
                 sink.write(step, checked)
             except Exception as error:  # noqa: BLE001 - reported, and kept in `failures`
                 self._leave_out(name, error, when=f"at step {step}")
+
+    @property
+    def takes_tables(self) -> bool:
+        """Whether there is a sink that keeps tables."""
+        return any(isinstance(sink, TableSink) for sink in self._sinks.values())
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Pass a table on to the sinks that take tables."""
+        for label, sink in list(self._sinks.items()):
+            if isinstance(sink, TableSink):
+                try:
+                    sink.write_table(step, name, table)
+                except Exception as error:  # noqa: BLE001 - reported, and kept in `failures`
+                    self._leave_out(label, error, when=f"at step {step}")
+
+    def link(self, name: str, path: Path) -> None:
+        """Let trackers keep a file of the run, or where it is."""
+        for label, sink in list(self._sinks.items()):
+            if isinstance(sink, LinkSink):
+                try:
+                    sink.link(name, path)
+                except Exception as error:  # noqa: BLE001 - reported, and kept in `failures`
+                    self._leave_out(label, error, when=f"when it was given {path}")
 
     def close(self) -> None:
         self._closed = True
@@ -108,6 +136,20 @@ def _plain(name: str, value: object) -> Value:
     ) from cause
 
 
+def flat_values(data: Mapping[str, Any], *, prefix: str = "") -> dict[str, Value]:
+    """Return nested data as dotted keys with plain values, as trackers show a configuration."""
+    found: dict[str, Value] = {}
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            found |= flat_values(value, prefix=f"{key}.")
+        elif isinstance(value, bool | float | int | str):
+            found[key] = value
+        else:
+            found[key] = "null" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return found
+
+
 def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with the sinks of a configuration before they are opened."""
     from forge.config import InvalidConfig
@@ -120,46 +162,42 @@ def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
         except ConfigError as error:
             yield error
             continue
-        offered = ("folder", "path", "project", "run_name", "resume_step", "total_steps", "num_epochs")
+        offered = (*_OFFERED, "path")
         problems = argument_problems(factory, section.args, path=f"{path}.args", what="the sink", offered=offered)
         if problems:
             yield InvalidConfig(problems)
-    if any(section.kind == "wandb" for section in config.enabled_sinks):
-        from forge.observe.wandb import check_installed
-
-        try:
-            check_installed()
-        except ConfigError as error:
-            yield error
+    for kind in dict.fromkeys(section.kind for section in config.enabled_sinks):
+        if kind in _NEEDING_PACKAGES:
+            try:
+                import_module(f"forge.observe.{kind}").check_installed()
+            except ConfigError as error:
+                yield error
 
 
 def make_sinks(
     config: MetricsConfig,
     *,
     folder: str | os.PathLike[str],
-    run_name: str = "run",
+    run: ForgeConfig | None = None,
     resume_step: int | None = None,
     total_steps: int | None = None,
     num_epochs: int | None = None,
 ) -> MetricsLog:
     """Open the sinks that a configuration asks for; they write metrics.jsonl, tensorboard/ and wandb/ into `folder`.
 
-    `resume_step` is the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its
-    arguments, and with those that its signature names of `folder`, `run_name`, `resume_step`, `total_steps` and
+    `run` is the whole configuration, which trackers show, with its name and tags. `resume_step` is the step of the
+    checkpoint that the run resumes from, None for a new run. A sink is called with its arguments, and with those that
+    its signature names of `folder`, `project`, `run_name`, `config`, `tags`, `resume_step`, `total_steps` and
     `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
     """
     place = Path(folder)
-    offered: dict[str, object] = {
-        "folder": place,
-        "run_name": run_name,
-        "resume_step": resume_step,
-        "total_steps": total_steps,
-        "num_epochs": num_epochs,
-    }
+    described = () if run is None else (run.run.name, flat_values(run.model_dump(mode="json")), run.run.tags)
+    name, values, tags = described or ("run", {}, ())
+    given = (place, config.project, name, values, tags, resume_step, total_steps, num_epochs)
+    offered: dict[str, object] = dict(zip(_OFFERED, given, strict=True))
     built_in: dict[str, dict[str, object]] = {
         "jsonl": {"path": place / "metrics.jsonl"},
         "tensorboard": {"folder": place / "tensorboard"},
-        "wandb": {"project": config.wandb_project},
     }
     sinks: dict[str, Sink] = {}
     try:
@@ -183,11 +221,11 @@ def make_sinks(
     from forge.observe.notebook import NotebookSink, is_notebook
 
     if is_notebook() and config.progress is not False:
-        sinks["console"] = NotebookSink(name=run_name, total_steps=total_steps, resume_step=resume_step)
+        sinks["console"] = NotebookSink(name=name, total_steps=total_steps, resume_step=resume_step)
         return MetricsLog(sinks)
     sinks["console"] = ConsoleSink(
         log_interval=config.log_interval,
-        step_word=config.console.capitalize(),
+        style=config.console,
         num_epochs=num_epochs,
         total_steps=total_steps,
         resume_step=resume_step,

@@ -6,7 +6,9 @@ A *sink* takes the metrics of one step. Anything with `write` and `close` is one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 Value = float | int | str
@@ -58,8 +60,8 @@ class Sink(Protocol):
 
     A caller may rely on this: `write` takes any finite or non-finite number and any text, in any order of names; what
     it took does not change when the caller's mapping does; what it wrote is with the operating system when it returns,
-    so that `kill -9` loses none of it (Weights & Biases excepted, which has a process of its own). `close` may be
-    called twice. `write` after `close` raises `ValueError`.
+    so that `kill -9` loses none of it (trackers excepted, which write in the background). `close` may be called twice.
+    `write` after `close` raises `ValueError`.
     """
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -67,6 +69,31 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write everything and release it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A few rows of text and numbers, such as samples. A tracker keeps the newest `max_rows` of a run."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+    max_rows: int = 1000
+
+
+@runtime_checkable
+class TableSink(Protocol):
+    """A sink that takes tables as well."""
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Take a table of one step."""
+
+
+@runtime_checkable
+class LinkSink(Protocol):
+    """A sink that keeps files of a run, or where they are."""
+
+    def link(self, name: str, path: Path) -> None:
+        """Keep a file, such as the report."""
 
 
 def closed_error(sink: Sink) -> ValueError:

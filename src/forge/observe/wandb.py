@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from forge.errors import ConfigError
-from forge.observe.sink import Value, closed_error
+from forge.observe.sink import Table, Value, closed_error
 
 
 class WandbSink:
@@ -28,8 +28,10 @@ class WandbSink:
         project: str = "torchforge",
         run_name: str = "run",
         resume_step: int | None = None,
+        config: Mapping[str, Value] | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
-        wandb = _import_wandb()
+        self._wandb = wandb = _import_wandb()
         self.folder = Path(folder)
         (self.folder / "wandb").mkdir(parents=True, exist_ok=True)
         identity = _identity(self.folder / "wandb" / "run_id", keep=resume_step is not None)
@@ -40,6 +42,8 @@ class WandbSink:
                 id=identity,
                 dir=os.fspath(self.folder),
                 resume="allow",
+                config=dict(config or {}),
+                tags=list(tags),
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.errors.Error as error:
@@ -57,6 +61,15 @@ class WandbSink:
         if self._closed:
             raise closed_error(self)
         self._run.log(dict(values), step=step)
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Log the rows of a step as a table."""
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: self._wandb.Table(columns=list(table.columns), data=rows)}, step=step)
+
+    def link(self, name: str, path: Path) -> None:
+        """Keep where a file of the run is in its summary."""
+        self._run.summary[name] = str(path.absolute())
 
     def close(self) -> None:
         if not self._closed:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from forge.runtime import framing
+from forge.runtime.rank_logging import NO_LOG_FILE, start_rank_logging
 from forge.runtime.sandbox.confine import PR_SET_PDEATHSIG, prctl
 
 SETUP, CALL, REPLY = 1, 2, 3
@@ -48,7 +49,8 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what rewards print goes where errors go
+    if start_rank_logging() == NO_LOG_FILE:
+        os.dup2(2, 1)  # what rewards print goes where errors go
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, cast
 
-from monarch._src.actor.actor_mesh import ActorMesh
-
-from forge.runtime.backend import Actor, monarch_actor, note_fault
+from forge.runtime.backend import Actor, ActorMesh, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import EndpointSpec, check_endpoint_names, specs_of
 from forge.runtime.group import GroupSpec

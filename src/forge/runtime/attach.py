@@ -9,7 +9,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
-from forge.runtime.backend import OWNED, default_bootstrap_cmd, monarch_actor
+from forge.runtime.backend import OWNED, default_bootstrap_cmd, monarch_actor, without_banner
 from forge.runtime.hosts import AgentWatch, Host, HostAgent, HostFacts, HostTimings
 
 _log = logging.getLogger("forge.runtime")
@@ -22,7 +22,8 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
     notice = asyncio.get_running_loop().call_later(
         2.0, _log.warning, "waiting for the worker at %s, for up to %g s", worker, timings.attach_timeout_s
     )
-    mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
+    with without_banner():
+        mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
     asking = asyncio.create_task(_describe(mesh, timings))
     try:
         async with asyncio.timeout(timings.attach_timeout_s):

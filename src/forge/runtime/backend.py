@@ -1,22 +1,24 @@
 """The one door to Monarch: its settings, set before it is imported, and what to do when it reports a fault.
 
-By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here it
-polls often, and a fault of a mesh that this library owns is noted and dropped: the owner of the mesh has already seen
-the death through its pidfd or heartbeat, and a controller must outlive its workers. For the same reason it is
-patient with ranks that do not answer: on a crowded machine one that computes may be silent for seconds, and lives.
+By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here a
+fault of a mesh that this library owns is noted and dropped: the owner of the mesh has already seen the death through
+its pidfd or heartbeat, and a controller must outlive its workers. So Monarch need not poll often: every 250 ms, a core
+would be busy with 150 processes. It is patient with ranks that do not answer: on a crowded machine one that computes
+may be silent for seconds, and lives. Monarch reads these settings once, so no other module imports it before this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _SETTINGS = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "250ms",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "30s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
@@ -28,6 +30,9 @@ for _name, _value in _SETTINGS.items():
 
 import monarch.actor as monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch._src.actor import config as _python_config  # noqa: E402
+from monarch._src.actor.actor_mesh import ActorMesh  # noqa: E402
+from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -45,7 +50,9 @@ __all__ = [
     "OWNED",
     "Actor",
     "ActorError",
+    "ActorMesh",
     "Channel",
+    "EndpointProperty",
     "MeshFailure",
     "Port",
     "SupervisionError",
@@ -59,7 +66,10 @@ __all__ = [
     "stop_client",
     "this_host",
     "watch_faults",
+    "without_banner",
 ]
+
+_python_config.prefix_python_logs_with_actor = False  # it changes the text of records, once for each handler
 
 OWNED = "forge"
 """Every mesh of ours has a name that starts so."""
@@ -105,6 +115,35 @@ def note_fault(failure: Any) -> bool:
 def _is_late_message(report: str) -> bool:
     """Return whether a report is about a message to a rank that had just stopped: its sender learns that elsewhere."""
     return "undeliverable message" in report and _TO_OURS.search(report) is not None
+
+
+_BANNER = "Monarch internal logs are being written to "
+_banner_seen = threading.Event()
+
+
+@contextlib.contextmanager
+def without_banner() -> Iterator[None]:
+    """Turn what Monarch prints when it starts in this process, past Python and into whatever is on the terminal, into a
+    log record: it says where Monarch's own log is. For calls that are over soon."""
+    if _banner_seen.is_set():
+        yield
+        return
+    kept, captured = os.dup(2), os.memfd_create("forge-banner")
+    os.dup2(captured, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        with open(captured, "rb") as file:
+            file.seek(0)
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        for line in lines:
+            if line.startswith(_BANNER):
+                _banner_seen.set()
+                _log.debug("%s", line)
+            else:
+                print(line, file=sys.stderr)
 
 
 def install_fault_hook() -> None:

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-from monarch._src.actor.endpoint import EndpointProperty
-
 from forge.errors import OptionError
+from forge.runtime.backend import EndpointProperty
 from forge.runtime.option_checks import check_count, check_seconds
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 One group is one Monarch proc mesh. The first death of any rank fails the whole group: pending calls raise
 `ActorFailure` at once, the other ranks are killed, and the mesh is thrown away (a second death inside one mesh may
-never be noticed). Everything here runs on the control loop, except `PendingCalls`.
+never be noticed). Everything here runs on the control loop.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
+from forge.observe.monitor import note_lost
+from forge.observe.phases import phase
 from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import rank_stub, rendezvous
 from forge.runtime.backend import (
@@ -35,9 +37,12 @@ from forge.runtime.backend import (
 )
 from forge.runtime.control import post
 from forge.runtime.forking import ForkPoint
+from forge.runtime.group_logs import GroupLogs
 from forge.runtime.hosts import Host, joint_mesh
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
 from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, RANK
+from forge.runtime.start_turns import turns_of
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -88,52 +93,20 @@ def module_path(paths: Sequence[str]) -> str:
     return ":".join(dict.fromkeys(found))
 
 
-class PendingCalls:
-    """The calls that wait for one group, so that its death reaches them without waiting for Monarch to notice.
-
-    Callers on any thread add their future and take it away again; `fail` may come from another thread.
-    """
-
-    def __init__(self) -> None:
-        self.failure: ActorFailure | None = None
-        self._waiting: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
-
-    def add(self, reply: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-        self._waiting[reply] = loop
-        if self.failure is not None:  # after adding: `fail` either saw this future or was seen here
-            _fail_call(reply, self.failure)
-
-    def discard(self, reply: asyncio.Future[Any]) -> None:
-        self._waiting.pop(reply, None)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def fail(self, failure: ActorFailure) -> None:
-        if self.failure is not None:
-            return
-        self.failure = failure
-        for reply, loop in list(self._waiting.items()):
-            post(loop, _fail_call, reply, failure)
-
-
-def _fail_call(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
-    if not reply.done():
-        # a fresh exception for each caller: a shared one would grow every caller's traceback
-        reply.set_exception(ActorFailure(failure.message, path=failure.path, repair=failure.repair))
-
-
 class RankProbe(Actor):  # type: ignore[misc]
     """The first actor of every rank: says which process it is, before any of the user's code runs there."""
 
     @monarch_actor.endpoint
-    def introduce(self, secrets: dict[str, str]) -> int:
-        """Take the variables that only this process and what it starts may know, and answer with the pid.
+    def introduce(self, secrets: dict[str, str]) -> tuple[int, int]:
+        """Take the variables that only this process and what it starts may know, and answer with the pid, and that of
+        the process that writes its log file (0 for none).
 
         Monarch writes the environment that it starts a process with into a log that others can read.
         """
+        from forge.runtime.rank_logging import start_rank_logging
+
         os.environ.update(secrets)
-        return os.getpid()
+        return os.getpid(), start_rank_logging()
 
 
 class RankGroup:
@@ -143,6 +116,7 @@ class RankGroup:
         self.spec, self.hosts = spec, tuple(hosts)
         self.name = f"{OWNED}-{_plain(spec.label)}-{next(_serial)}-{_RUN}"
         self.calls = PendingCalls()
+        self.logs = GroupLogs(spec.label, num_ranks=spec.num_procs * len(self.hosts))
         self.pids: tuple[tuple[Host, int], ...] = ()
         self.actor: Any = None
         self._procs: Any = None
@@ -153,6 +127,7 @@ class RankGroup:
         self._on_death: list[Callable[[str], None]] = []
         self._pid_of_rank: dict[int, int] = {}
         self._exited: dict[int, asyncio.Event] = {}
+        self._dying: asyncio.Task[None] | None = None
         self._is_starting = False
         self._start_ended = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -172,9 +147,12 @@ class RankGroup:
         self._is_starting = True
         try:
             self._place()
-            await self._spawn()
-            await self._identify()
-            await self._set_up()
+            async with turns_of(self.hosts, lambda turn: self._ask(turn, None, "start")):
+                with phase("starting", process=self.logs.name(0)):
+                    await self._spawn()
+                    await self._identify()
+            with phase("setting up", process=self.logs.name(0)):
+                await self._set_up()
             if self.is_alive:
                 _live[self] = None
         except BaseException:
@@ -196,7 +174,8 @@ class RankGroup:
         await rendezvous.open_server()
         port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
-        forks = {host: await self._fork_point(host) for host in self.hosts}
+        with phase("importing", process=self.logs.name(0)):  # in the processes that ranks are forks of
+            forks = {host: await self._fork_point(host) for host in self.hosts}
 
         def command(place: Any) -> Any:
             rank = int(place.rank)
@@ -206,11 +185,13 @@ class RankGroup:
             env |= {LABEL: self.spec.label.replace("\0", ""), TRACE: str(int(is_tracing()))}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             env[rank_stub.OWNER] = str(host.facts.pid)
+            env |= self.logs.environment(rank)
             point = forks[host]
             if point is not None:
                 env |= {rank_stub.FORK_SERVER: point.address, rank_stub.PRELOAD: ",".join(self.spec.preload)}
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
-            bootstrap.args = ["-m", "forge.runtime.rank_main"] if point is None else ["-I", "-S", point.program]
+            program = "rank_stub" if self.logs.is_open else "rank_main"
+            bootstrap.args = ["-m", f"forge.runtime.{program}"] if point is None else ["-I", "-S", point.program]
             return bootstrap
 
         mesh = joint_mesh(self.hosts)
@@ -248,13 +229,15 @@ class RankGroup:
         boot = asyncio.create_task(self._watch_boot())
         try:
             self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-            told = self._probe.introduce.call(rendezvous.secret_environment())
+            told = self._probe.introduce.call(rendezvous.secret_environment()).as_asyncio()
             replies = await self._ask(told, self.spec.spawn_timeout_s, "start")
         finally:
             boot.cancel()
             await asyncio.gather(boot, return_exceptions=True)
-        for point, pid in replies.items():
-            await self._watch_rank(int(point.rank), int(pid))
+        for point, (pid, writer) in replies.items():
+            rank = int(point.rank)
+            await self._watch_rank(rank, int(pid))
+            await self.logs.watch_writer(rank, writer, self.hosts[rank // self.spec.num_procs].watch)
         self.pids = tuple(
             (self.hosts[rank // self.spec.num_procs], pid) for rank, pid in sorted(self._pid_of_rank.items())
         )
@@ -281,24 +264,36 @@ class RankGroup:
         if self._pid_of_rank[rank] != pid:
             return  # not the rank after all
         self._exited[rank].set()
-        self.fail(f"rank {rank} (process {pid}) ended")
+        reason = f"rank {rank} (process {pid}) ended"
+        if not self.logs.is_open or not self.is_alive:
+            self.fail(reason)
+        elif self._dying is None:
+            self._dying = asyncio.create_task(self._fail_with_log(rank, reason))
+
+    async def _fail_with_log(self, rank: int, reason: str) -> None:
+        """Fail with the last words of a rank, which are written when its process has ended."""
+        log = await self.logs.last_words(rank, self.hosts[rank // self.spec.num_procs].watch)
+        self.fail(f"{reason}; log: {log[0]}", log=log)
 
     async def _set_up(self) -> None:
         self._watch_for_faults()
         self.actor = self._procs.spawn(self.name, self.spec.cls, *self.spec.args, **self.spec.kwargs)
-        await self._ask(self.actor._forge_setup.call(), self.spec.setup_timeout_s, "setup")
+        await self._ask(self.actor._forge_setup.call().as_asyncio(), self.spec.setup_timeout_s, "setup")
 
     def _watch_for_faults(self) -> None:
         loop = asyncio.get_running_loop()
 
+        def failed(report: str) -> None:
+            if self._dying is None:  # else its last words are on their way
+                self.fail(f"{ACTOR_FAILED}:\n{report}")
+
         def on_fault(report: str) -> None:
-            post(loop, self.fail, f"{ACTOR_FAILED}:\n{report}")
+            post(loop, failed, report)
 
         watch_faults(self.name, on_fault)
 
-    async def _ask(self, reply: Any, timeout_s: float, phase: str) -> Any:
+    async def _ask(self, future: asyncio.Future[Any], timeout_s: float | None, phase: str) -> Any:
         """Await a call of the start-up; a death, a time-out or a failing constructor becomes a `LaunchError`."""
-        future = reply.as_asyncio()
         self.calls.add(future, asyncio.get_running_loop())
         label = self.spec.label
         try:
@@ -308,10 +303,12 @@ class RankGroup:
                 raise
             raise LaunchError(f"{label} could not be started: {error}", path=label) from None
         except SupervisionError as error:
-            raise LaunchError(f"{label} failed in its {phase}:\n{error}", path=label) from None
+            failure = LaunchError(f"{label} failed in its {phase}:\n{error}", path=label)
+            raise failure.with_log(self.logs.first) from None
         except ActorFailure as error:
             how = "failed" if ACTOR_FAILED in error.message else "died"  # a fault can come before the call's own answer
-            raise LaunchError(f"{label} {how} in its {phase}: {error.message}", path=label) from None
+            failure = LaunchError(f"{label} {how} in its {phase}: {error.message}", path=label)
+            raise failure.with_log(error.log) from None
         except TimeoutError as error:
             if getattr(error, "remote_traceback", None) is not None:
                 raise
@@ -321,23 +318,23 @@ class RankGroup:
                 value=f"{timeout_s} s",
                 rule=f"{phase} ends within {phase if phase == 'setup' else 'spawn'}_timeout_s",
                 repair=f"raise the limit: options({'setup' if phase == 'setup' else 'spawn'}_timeout_s=...)",
-            ) from None
+            ).with_log(self.logs.first) from None
         finally:
             self.calls.discard(future)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, log: tuple[str, tuple[str, ...]] | None = None) -> None:
         """Declare the group dead: every pending call raises now, the other ranks are killed, and the callbacks of
-        `on_death` are called once."""
+        `on_death` are called once. `log` is the log file of the rank that died, and its last lines."""
         if not self.is_alive:
             return
-        self.calls.fail(
-            ActorFailure(
-                f"{self.spec.label} was lost: {reason}",
-                path=self.spec.label,
-                repair="catch ActorFailure and spawn it again; a service does so automatically, and repeats calls of "
-                "endpoints that are declared @endpoint(retry=True)",
-            )
+        failure = ActorFailure(
+            f"{self.spec.label} was lost: {reason}",
+            path=self.spec.label,
+            repair="catch ActorFailure and spawn it again; a service does so automatically, and repeats calls of "
+            "endpoints that are declared @endpoint(retry=True)",
         )
+        self.calls.fail(failure.with_log(log or self.logs.first))
+        note_lost(self.logs.name(0))
         self._begin_to_end(kill=True)
         for callback in self._on_death:
             callback(reason)
@@ -395,6 +392,7 @@ class RankGroup:
             for task in waiting:
                 task.cancel()
         await self._kill_children()
+        await self.logs.wait_written()
 
     async def _kill_children(self) -> None:
         """End what the ranks themselves had started: engines, sandboxes, tools. They carry the group's mark."""
@@ -413,6 +411,7 @@ class RankGroup:
             host.threads.release(self.spec.num_procs, self._num_threads)
             host.num_groups -= 1
         self._placed.clear()
+        self.logs.close()
 
     def _forget_mesh(self) -> None:
         """Drop Monarch's entries for this mesh, which it never frees and which would grow with every restart."""

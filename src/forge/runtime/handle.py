@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
 from forge.runtime.endpoints import specs_of, streams_only, unknown_verb
-from forge.runtime.group import PendingCalls, RankGroup, translate
+from forge.runtime.group import RankGroup, translate
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import reply_channel
 from forge.runtime.serialization import encode
 from forge.runtime.streams import End, StreamReader

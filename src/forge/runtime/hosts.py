@@ -17,14 +17,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from forge.errors import LaunchError
+from forge.observe.logs.log_file import read_end
 from forge.runtime.backend import Actor, Channel, Port, monarch_actor, this_host
-from forge.runtime.forking import ForkPoint, ForkServers
+from forge.runtime.forking import ForkPoint
 from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
-from forge.runtime.rank_main import GROUP, RANK
+from forge.runtime.process_watch import LocalWatch, ProcessWatch, end_marked, find_ranks, free_port
+from forge.runtime.start_turns import StartTurns
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
@@ -51,138 +52,6 @@ class HostFacts:
 
 def local_facts() -> HostFacts:
     return HostFacts(socket.gethostname(), count_cpus(), visible_gpus(os.environ, count_gpus()), os.getpid())
-
-
-def free_port(address: str = "") -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def find_marked(group: str) -> dict[int, int]:
-    """Return the rank of every process of this machine that belongs to `group`, descendants of ranks included."""
-    mark, rank_mark = f"{GROUP}={group}".encode(), f"{RANK}=".encode()
-    found = {}
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdecimal():
-            continue
-        try:
-            words = Path(entry.path, "environ").read_bytes().split(b"\0")
-        except OSError:  # it ended, or is another user's
-            continue
-        if mark in words:
-            rank = next((word for word in words if word.startswith(rank_mark)), rank_mark + b"0")
-            found[int(entry.name)] = int(rank.removeprefix(rank_mark))
-    return found
-
-
-def find_ranks(group: str) -> dict[int, int]:
-    """Return the process of each rank of `group`. What a rank has started is marked too, but has a marked parent."""
-    marked = find_marked(group)
-    return {rank: pid for pid, rank in marked.items() if _parent(pid) not in marked}
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def end_marked(group: str) -> None:
-    """SIGKILL every process of `group` that is left."""
-    for pid in find_marked(group):
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            if pid in find_marked(group):  # still the same process, now that the pidfd holds it
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        finally:
-            os.close(pidfd)
-
-
-class ProcessWatch(Protocol):
-    """Sees and ends processes on one host. Everything here runs on the control loop."""
-
-    async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` once, soon after process `pid` has ended (at once if it has)."""
-
-    async def kill(self, pids: Sequence[int]) -> None:
-        """SIGKILL processes that were watched; those that have ended are passed over."""
-
-    async def find(self, group: str) -> dict[int, int]:
-        """Return the process of each rank of a group, as far as they have been started."""
-
-    async def end(self, group: str) -> None:
-        """SIGKILL whatever is left of a group, also what its ranks have started."""
-
-    async def free_port(self) -> int: ...
-
-    async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
-        """Return where ranks with these variables and modules are forked; None if they start by themselves."""
-
-    async def close(self) -> None: ...
-
-
-class LocalWatch:
-    """Watches processes of this machine through pidfds, in the control loop itself."""
-
-    def __init__(self) -> None:
-        self._fds: dict[int, int] = {}
-        self._fork_servers = ForkServers()
-
-    async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            on_exit()
-            return
-        self._fds[pid] = fd
-
-        def ended() -> None:
-            self._forget(pid, loop)
-            on_exit()
-
-        loop.add_reader(fd, ended)
-
-    def _forget(self, pid: int, loop: asyncio.AbstractEventLoop) -> None:
-        fd = self._fds.pop(pid, None)
-        if fd is not None:
-            loop.remove_reader(fd)
-            os.close(fd)
-
-    async def kill(self, pids: Sequence[int]) -> None:
-        for pid in pids:
-            fd = self._fds.get(pid)  # through the pidfd: a recycled pid is never hit
-            if fd is not None:
-                try:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-
-    async def find(self, group: str) -> dict[int, int]:
-        return find_ranks(group)
-
-    async def end(self, group: str) -> None:
-        end_marked(group)
-
-    async def free_port(self) -> int:
-        return free_port("127.0.0.1")
-
-    async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
-        return await self._fork_servers.find(variables, preload)
-
-    async def close(self) -> None:
-        self._fork_servers.close()
-        loop = asyncio.get_running_loop()
-        for pid in list(self._fds):
-            self._forget(pid, loop)
 
 
 async def is_released(name: str, wait_s: float = HANDOVER_S) -> bool:
@@ -297,6 +166,10 @@ class HostAgent(Actor):  # type: ignore[misc]
     async def free_port(self) -> int:
         return free_port()
 
+    @monarch_actor.endpoint
+    async def read_end(self, path: str, num_lines: int) -> list[str]:
+        return read_end(path, num_lines=num_lines)
+
     @monarch_actor.concurrent_endpoint  # imports take long: heartbeats are answered meanwhile
     async def fork_point(self, variables: dict[str, str], preload: tuple[str, ...]) -> ForkPoint | None:
         return await self._watch.fork_point(variables, preload)
@@ -310,7 +183,7 @@ class AgentWatch:
 
     def __init__(self, host: Host, agent: Any, procs: Any, timings: HostTimings) -> None:
         self._host, self._agent, self._procs, self._timings = host, agent, procs, timings
-        self._exits: dict[int, Callable[[], None]] = {}
+        self._exits: dict[int, list[Callable[[], None]]] = {}
         self._lost = asyncio.Event()
         self._is_closed = False
         self._port, self._reports = Channel.open()
@@ -344,8 +217,7 @@ class AgentWatch:
                 self._ended(pid)
 
     def _ended(self, pid: int) -> None:
-        on_exit = self._exits.pop(pid, None)
-        if on_exit is not None:
+        for on_exit in self._exits.pop(pid, []):
             on_exit()
 
     async def _beat(self) -> None:
@@ -365,7 +237,7 @@ class AgentWatch:
             self._ended(pid)
 
     async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
-        self._exits[pid] = on_exit
+        self._exits.setdefault(pid, []).append(on_exit)
         await self._ask(self._agent.watch.call_one(pid))
 
     async def kill(self, pids: Sequence[int]) -> None:
@@ -380,6 +252,9 @@ class AgentWatch:
 
     async def free_port(self) -> int:
         return int(await self._ask(self._agent.free_port.call_one()))
+
+    async def read_end(self, path: str, num_lines: int) -> list[str]:
+        return list(await self._ask(self._agent.read_end.call_one(path, num_lines)))
 
     async def fork_point(self, variables: Mapping[str, str], preload: Sequence[str]) -> ForkPoint | None:
         asked = self._agent.fork_point.call_one(dict(variables), tuple(preload))
@@ -404,6 +279,7 @@ class Host:
         self.name, self.mesh, self.address, self.facts = name, mesh, address, facts
         self.gpus = GpuPool(name, facts.gpus)
         self.threads = ThreadLedger(name, facts.num_cpus)
+        self.start_turns = StartTurns(max(4, 2 * facts.num_cpus))
         self.is_lost = False
         self.is_leaving = False
         self.num_groups = 0

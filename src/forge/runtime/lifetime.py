@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from forge.errors import LaunchError
+from forge.observe.logs.folder import FOLDER, logging_to
 from forge.runtime import rendezvous
-from forge.runtime.backend import install_fault_hook, stop_client, this_host
+from forge.runtime.backend import install_fault_hook, stop_client, this_host, without_banner
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
 from forge.runtime.hosts import Host, HostTimings, local_host
 from forge.runtime.membership import Membership
 from forge.runtime.rank_main import GROUP
+from forge.runtime.relay import close_relay
 from forge.runtime.replies import stop_replies
 from forge.runtime.worker import wait_for_name
 
@@ -80,7 +82,8 @@ class Runtime:
         if launcher is None or launcher.kind == "local":
             await rendezvous.open_server()
             install_fault_hook()
-            this_host()  # starts Monarch in this process
+            with without_banner():
+                this_host()  # starts Monarch in this process
             _close_at_exit()
             self._membership = Membership((local_host(),))
             return
@@ -182,6 +185,7 @@ class Runtime:
                     await membership.close()
             finally:
                 await rendezvous.close_server()
+                await close_relay()
 
 
 _runtime: Runtime | None = None
@@ -224,6 +228,19 @@ def _launcher_of(config: ForgeConfig | LauncherConfig | None) -> LauncherConfig 
     return config.launcher
 
 
+@contextlib.contextmanager
+def _log_files(config: ForgeConfig | LauncherConfig | None) -> Iterator[None]:
+    """Let all processes log to files in the folder of a whole configuration's run."""
+    from forge.config import ForgeConfig
+
+    if not isinstance(config, ForgeConfig):
+        yield
+        return
+    run = config.run
+    with logging_to(run.output_dir / run.name / FOLDER, max_bytes=int(run.max_log_mb * 2**20)):
+        yield
+
+
 async def shutdown() -> None:
     """Stop every actor and service of this process and wait until their processes are gone.
 
@@ -237,16 +254,25 @@ async def shutdown() -> None:
 async def run(config: ForgeConfig | LauncherConfig | None = None) -> AsyncIterator[Runtime]:
     """Everything spawned inside `async with forge.run():` is gone when the block ends, however it ends.
 
-    Given a whole configuration, its `launcher` says where processes go, and the resolved configuration is saved as
-    `<run.output_dir>/<run.name>/config.yaml`. Given a launcher alone, nothing is saved.
+    Given a whole configuration, its `launcher` says where processes go; the resolved configuration is saved as
+    `<run.output_dir>/<run.name>/config.yaml`, and all processes log to files in `logs` there. Given a launcher alone,
+    nothing is written.
     """
     current = runtime()
-    await control().submit(current.open(_launcher_of(config)))
+    with _log_files(config):
+        await control().submit(current.open(_launcher_of(config)))
+        async with _entered(current):
+            yield current
+
+
+@contextlib.asynccontextmanager
+async def _entered(current: Runtime) -> AsyncIterator[None]:
+    """Let a block own what is spawned inside it."""
     block = current.enter()
     token = _current_block.set(block)
     with _ending_in_order() as received:
         try:
-            yield current
+            yield
         finally:
             _current_block.reset(token)
             await asyncio.shield(control().submit(current.leave(block)))

@@ -9,7 +9,8 @@ processes:
     rank
 
 Each ends with any other, however that one ends. Without a server, and whenever it refuses, this process becomes the
-rank.
+rank, or its parent where the rank has a log file: the stand-in, or the parent, writes what the rank prints
+(`forge.runtime.log_pump`).
 
 Only the standard library is imported here, and nothing of `forge`.
 """
@@ -17,6 +18,7 @@ Only the standard library is imported here, and nothing of `forge`.
 from __future__ import annotations
 
 import array
+import importlib.machinery
 import json
 import os
 import resource
@@ -25,10 +27,13 @@ import signal
 import socket
 import struct
 import sys
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from forge.runtime.log_pump import Pump
 
 FORK_SERVER = "FORGE_FORK_SERVER"
 """Names the socket of the fork server, in Linux's abstract namespace."""
@@ -38,6 +43,10 @@ OWNER = "FORGE_OWNER_PID"
 """Names the process that asked for this rank, where that is another than its parent and on the same machine."""
 ANSWER_S = 60.0
 """How long the server may take: it imports one thing after another."""
+LOG_FILE = "FORGE_LOG_FILE"
+"""Names the log file of a rank."""
+STAND_IN = "FORGE_STAND_IN_PID"
+"""Tells a rank the process that writes its log file, which ends after the rank."""
 LENGTH = struct.Struct("!I")
 PEER = struct.Struct("3i")
 FORKED = b"y"
@@ -107,17 +116,49 @@ def _is_taken_over(connection: socket.socket, masters: list[int]) -> bool:
     return bool(readable) and connection.recv(1) == FORKED
 
 
-def _stand_in(connection: socket.socket, masters: list[int]) -> None:
+def _stand_in(connection: socket.socket, masters: list[int], pump: Pump | None) -> None:
     """Wait for the end of the rank, and end in the same way."""
     write_arguments([b"forge-rank-stand-in"], [])  # what searches the environment of processes is to find the rank
-    readable, _, _ = select.select([connection.fileno(), *masters], [], [])
-    report = connection.recv(LENGTH.size, socket.MSG_WAITALL) if connection.fileno() in readable else b""
+    readable, report = _wait([connection.fileno(), *masters], pump), b""
+    if connection.fileno() in readable:
+        try:
+            report = connection.recv(LENGTH.size, socket.MSG_WAITALL)
+        except OSError:  # the keeper was killed
+            report = b""
     if len(report) != LENGTH.size:  # the keeper was killed, or this rank is not wanted any more
+        _finish(pump, "ended with the process that started it")
         os._exit(1)
-    _end_like(os.waitstatus_to_exitcode(LENGTH.unpack(report)[0]))
+    _end_like(os.waitstatus_to_exitcode(LENGTH.unpack(report)[0]), pump)
 
 
-def _end_like(code: int) -> None:
+def _wait(descriptors: list[int], pump: Pump | None) -> list[int]:
+    """Wait until one of the descriptors can be read, and write what the rank prints meanwhile."""
+    if pump is None:
+        return select.select(descriptors, [], [])[0]
+    pump.leave_streams()
+    return pump.wait(descriptors)
+
+
+def _be_parent(pump: Pump, masters: list[int]) -> None:
+    """Start the rank as a child of this process, and end as it ends. Returns in the child alone."""
+    rank = os.fork()
+    if not rank:
+        return
+    write_arguments([b"forge-rank-stand-in"], [])
+    ended = os.pidfd_open(rank)
+    if ended not in _wait([ended, *masters], pump):
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+    _, status = os.waitpid(rank, 0)
+    _end_like(os.waitstatus_to_exitcode(status), pump)
+
+
+def _finish(pump: Pump | None, how: str) -> None:
+    if pump is not None:
+        pump.finish(how)
+
+
+def _end_like(code: int, pump: Pump | None) -> None:
+    _finish(pump, f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}")
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code != signal.SIGKILL:
@@ -145,23 +186,53 @@ def keeper_command(rank: int, connection: int) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(rank), str(connection)]
 
 
+def _ask_server(address: str, masters: list[int], pump: Pump | None) -> None:
+    """Stand for a fork of the server, and end with it. Return if there is no server, or it refuses."""
+    try:
+        connection = _request(address)
+        is_taken_over = _is_taken_over(connection, masters)
+    except OSError:  # no server: what it would have done is done here
+        return
+    if is_taken_over:
+        _stand_in(connection, masters, pump)
+
+
+def _open_pump() -> Pump | None:
+    """Let what is printed from now on go to the log file of the rank, if it has one."""
+    if not os.environ.get(LOG_FILE):
+        return None
+    folder = os.path.dirname(os.path.abspath(__file__))
+    log_file = _load("log_file", os.path.join(os.path.dirname(folder), "observe", "logs", "log_file.py"))
+    pump: Pump | None = _load("log_pump", os.path.join(folder, "log_pump.py")).open_pump(log_file, os.environ)
+    if pump is not None:
+        pump.take_streams()
+    return pump
+
+
+def _load(name: str, path: str) -> Any:
+    module = types.ModuleType(name)
+    importlib.machinery.SourceFileLoader(name, path).exec_module(module)
+    return module
+
+
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the controller, which ends its ranks itself
         signal.signal(number, signal.SIG_IGN)
     if len(sys.argv) > 1:
         _keep(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     address = os.environ.pop(FORK_SERVER, "")
-    if address:
-        try:
-            parents = {os.getppid(), int(os.environ.get(OWNER, os.getppid()))}
-            masters = [os.pidfd_open(pid) for pid in parents]
-            connection = _request(address)
-            if _is_taken_over(connection, masters):
-                _stand_in(connection, masters)
-        except ProcessLookupError:  # the process that asked for the rank has ended
-            os._exit(1)
-        except OSError:  # no server: what it would have done is done here
-            address = ""
+    pump = _open_pump()
+    try:
+        parents = {os.getppid(), int(os.environ.get(OWNER, os.getppid()))}
+        masters = [os.pidfd_open(pid) for pid in parents] if address or pump is not None else []
+        if pump is not None:
+            os.environ[STAND_IN] = str(os.getpid())
+        if address:
+            _ask_server(address, masters, pump)
+    except ProcessLookupError:  # the process that asked for the rank has ended
+        os._exit(1)
+    if pump is not None:
+        _be_parent(pump, masters)
     os.environ.pop(PRELOAD, None)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -27,7 +27,10 @@ from forge.runtime.sockets import ConnectionFailure
 
 _log = logging.getLogger("forge.runtime")
 
-REGISTRIES: Final[dict[str, str]] = {"store": "forge.store.registry_server"}
+REGISTRIES: Final[dict[str, str]] = {
+    "store": "forge.store.registry_server",
+    "reports": "forge.runtime.report_registry",
+}
 """The registries by name, and the module whose `open_registry()` opens each, imported when it is
 first used. A program may add its own before its run starts."""
 

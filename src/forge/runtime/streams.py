@@ -16,7 +16,8 @@ from typing import Any, Final, Self
 
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control, post
-from forge.runtime.group import PendingCalls, translate
+from forge.runtime.group import translate
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import FAILED, OK, Outbox, ReplyChannel
 from forge.runtime.serialization import decode
 

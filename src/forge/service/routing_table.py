@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
 from forge.observe.gauges import add_gauges
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.service.records import Request
 from forge.service.routing import BUILT_IN, check_choice, least_loaded
 from forge.service.slot_index import SlotIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import ReplyChannel
 from forge.service.records import Health, ReplicaState
 

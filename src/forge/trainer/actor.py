@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from forge.config import TrainerConfig
 from forge.observe import span
 from forge.observe.gauges import add_gauges, of_process
+from forge.observe.phases import phase
 from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
 from forge.runtime.placement import num_usable_gpus
@@ -57,8 +58,9 @@ class Trainer(ForgeActor):
         await self._do(self._open)
 
     def _open(self) -> None:
-        from forge.trainer.checkpointer import Checkpointer
-        from forge.trainer.engine import Engine
+        with phase("importing the trainer"):
+            from forge.trainer.checkpointer import Checkpointer
+            from forge.trainer.engine import Engine
 
         self.engine: Engine = Engine(self.config, loss=self.loss)
         self.checkpointer: Checkpointer = Checkpointer(self.engine)

@@ -19,6 +19,7 @@ from forge.models.hf_config import write_hf_config
 from forge.models.peft_files import write_adapter
 from forge.models.quantized import quantized_tensors
 from forge.models.weights_out import attempt, export_hf, raise_any
+from forge.observe.phases import phase
 from forge.trainer.adapter_identity import check_identity
 from forge.trainer.checkpoint import Checkpoints
 from forge.trainer.loss_scaling import LossScale
@@ -108,7 +109,8 @@ class Checkpointer:
         if engine.optimizer is not None:
             check_same_optimizer(found.extra.get("optimizer"), engine.config.training, path=str(found.path))
         state = self._state(for_loading=found.extra.get("optimizer", {}).get("has_states", True))
-        extra = self.checkpoints.load(found, state, partial=engine.optimizer is None)
+        with phase("restoring the checkpoint"):
+            extra = self.checkpoints.load(found, state, partial=engine.optimizer is None)
         if engine.optimizer is not None:
             engine.optimizer.finish_loading(state["optimizer"])
         if own := state["rng"].get(self._rng_key):

@@ -55,7 +55,7 @@ class Deaths:
             repair="look at the worker's output and the kernel's log (dmesg), then continue with --resume"
             if written is None
             else "look at the batch: README.md in that folder says how; then continue with --resume",
-        ) from failure
+        ).with_log(getattr(failure, "log", None)) from failure
 
     async def wait_to_restart(self, failure: Exception) -> None:
         """Return when the worker may be started again. Raise `RecoveryError` if that was done too often."""
@@ -69,7 +69,7 @@ class Deaths:
                 value=text_of(failure),
                 rule=f"at most {rules.max_restarts} in {rules.window_s:g} s",
                 repair="find out what kills it (memory? the host?), then continue with --resume; or raise the limit",
-            ) from failure
+            ).with_log(getattr(failure, "log", None)) from failure
         self._restarts.append(now)
         record_fault("restart", failure, where=self._name)
         _log.warning(

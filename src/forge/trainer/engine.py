@@ -23,6 +23,7 @@ from forge.models.locate import ResolvedModel, check_head, resolve
 from forge.models.rows import RowRegistry
 from forge.models.sizes import num_parameters
 from forge.models.weights import draw_weights, load_hf, named_parameters
+from forge.observe.phases import phase
 from forge.trainer.adapters import EngineAdapter
 from forge.trainer.assembly import (
     Assembled,
@@ -77,15 +78,16 @@ class Engine:
         )
         self.data_rank = self.layout.data_rank(self.ranks.rank)
         self.row_registry = RowRegistry()
-        self.assembled: Assembled = assemble(
-            self.model.architecture,
-            layout=self.layout,
-            training=config.training,
-            distributed=config.distributed,
-            device=device,
-            loss_fn=self._pipeline_loss,
-            adapter=None if self.adapter is None else self.adapter.spec,
-        )
+        with phase("building the model"):
+            self.assembled: Assembled = assemble(
+                self.model.architecture,
+                layout=self.layout,
+                training=config.training,
+                distributed=config.distributed,
+                device=device,
+                loss_fn=self._pipeline_loss,
+                adapter=None if self.adapter is None else self.adapter.spec,
+            )
         head = head_function(config.training, fp32_logits=self.model.architecture.head_precision == "float32")
         for part in self.parts:
             part.use(self.row_registry, head)

@@ -127,7 +127,7 @@ def test_a_bad_value_is_named_with_rule_and_repair(override: str, path: str, rul
             "launcher.slurm.gpus_per_host",
             "did you mean `launcher.slurm.gpus_per_node` or `launcher.kubernetes.gpus_per_host`?",
         ),
-        ("run.zzzzzz", "use one of name, output_dir, seed, tags"),
+        ("run.zzzzzz", "use one of name, output_dir, seed, tags, max_log_mb"),
         ("launcher.hosts_", "did you mean `launcher.hosts`?"),
     ],
 )

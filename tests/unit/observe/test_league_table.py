@@ -14,6 +14,7 @@ from forge.observe.lines import rollout_line
 from forge.observe.report import read_run
 from forge.observe.report.charts import choose_charts
 from forge.observe.report.page import describe, render
+from forge.observe.step_lines import step_line
 
 ROWS = [
     {"member": "version 0", "rating": 941.4, "games": 12, "wins": 9, "draws": 1, "losses": 2, "win_rate": 0.75},
@@ -65,5 +66,6 @@ def test_the_report_has_the_table_and_the_curves(tmp_path: Path) -> None:
 
 
 def test_the_console_shows_elo_and_win_rate() -> None:
-    line = rollout_line(3, {"rollout/reward_mean": 0.5, "league/elo/live": 1011.7, "league/win_rate/all": 0.625})
-    assert line == "Step 3 | Avg Reward: 0.50 | Elo: 1012 | Win Rate: 62%"
+    values = {"rollout/reward_mean": 0.5, "league/elo/live": 1011.7, "league/win_rate/all": 0.625}
+    assert step_line(3, values) == "Step 3 | reward 0.50 | Elo 1012 | win 62%"
+    assert rollout_line(3, values) == "Episode 3 | Avg Reward: 0.50 | Elo: 1012 | Win Rate: 62%"

@@ -124,11 +124,11 @@ def test_a_result_gets_the_names_that_sinks_know() -> None:
 
 def test_a_configuration_says_which_sinks_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = MetricsConfig(log_interval=2, tensorboard=False)
-    with make_sinks(config, folder=tmp_path / "run", num_epochs=3, total_steps=9) as log:
+    with make_sinks(config, folder=tmp_path / "run", num_epochs=3, total_steps=2) as log:
         assert sorted(log.sinks) == ["console", "jsonl"]
         for step in (1, 2):
             log.write(step, {"train/loss": 1.5, "train/epoch": 1})
-    assert capsys.readouterr().out == "Epoch 1/3 | Step 2 | Loss: 1.50\n"
+    assert capsys.readouterr().out == "Step 2/2 | epoch 1/3 | loss 1.50\n"
     with make_sinks(config, folder=tmp_path / "run", resume_step=1) as log:
         log.write(2, {"train/loss": 1.25})
     assert [(line.step, line.values["train/loss"]) for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [

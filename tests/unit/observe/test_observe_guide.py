@@ -12,6 +12,8 @@ import pytest
 
 from forge.observe import ConsoleSink, read_jsonl
 from forge.observe.metrics import drain_metrics
+from forge.observe.monitor import monitored
+from forge.observe.step_lines import step_line
 from forge.observe.tracing import drain_trace
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
@@ -23,8 +25,12 @@ def blocks(language: str, *, page: str = "metrics.md") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-(PROGRAM,) = [block for block in blocks("python") if "step_values" in block]
-(RECORDING,) = [block for block in blocks("python") if "record_metric" in block]
+def block_with(text: str, language: str = "python") -> str:
+    (found,) = [block for block in blocks(language) if text in block]
+    return found
+
+
+PROGRAM, RECORDING, PHASES = (block_with(text) for text in ("step_values", "import Reduce", "import phase"))
 TRACING = blocks("python", page="tracing.md")[0]
 
 
@@ -40,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_console_looks_like_that(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(log_interval=100, num_epochs=10, progress=False)
+    sink = ConsoleSink(log_interval=100, num_epochs=10, total_steps=200, progress=False)
     first = {"train/epoch": 1, "train/loss": 2.45, "train/learning_rate": 1e-4}
     more = {"train/tokens_per_s": 12345.0, "train/grad_norm": 0.53, "train/memory_gib": 12.1, "train/mfu": 0.451}
     sink.write(100, first)
@@ -51,15 +57,21 @@ def test_the_console_looks_like_that(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_episodes_look_like_that(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(log_interval=1, progress=False)
+    sink = ConsoleSink(log_interval=1, total_steps=100, progress=False)
     times = {"step": 8.0, "waiting": 0.8, "generating": 4.0, "training": 2.4, "syncing": 0.4, "other": 0.4}
     more = {"train/entropy": 1.23, "rollout/staleness_mean": 0.5, "rollout/tokens_per_s": 1234.0}
     sink.write(1, {"rollout/reward_mean": 0.75, "train/kl": 0.12})
     values = {"rollout/reward_mean": 0.78125, "train/kl": 0.0034, **more, "train/tokens_per_s": 5678.0}
-    sink.write(2, {**values, **{f"time/{name}": seconds for name, seconds in times.items()}})
-    sink.write(2, {"evaluation/reward": 0.71, "evaluation/pass@8": 0.93, "evaluation/num_prompts": 64})
+    values |= {f"time/{name}": seconds for name, seconds in times.items()}
+    sink.write(100, {"evaluation/reward": 0.71, "evaluation/pass@8": 0.93, "evaluation/num_prompts": 64})
     sink.close()
-    assert capsys.readouterr().out == blocks("text")[1]
+    first, last = capsys.readouterr().out.splitlines()
+    assert [first, step_line(2, values, total=100, left_s=784), last] == blocks("text")[1].splitlines()
+    old = ConsoleSink(log_interval=1, style="episode", progress=False)
+    old.write(1, {"rollout/reward_mean": 0.75, "train/kl": 0.12})
+    old.write(2, {"train/loss": 2.45, "train/learning_rate": 1e-4, "train/epoch": 1})
+    old.close()
+    assert capsys.readouterr().out == blocks("text")[2]
 
 
 def test_figures_from_anywhere_come_together_as_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +79,19 @@ def test_figures_from_anywhere_come_together_as_is_said(capsys: pytest.CaptureFi
     ran(RECORDING)
     (said,) = re.findall(r"print\(.*\)  # (.*)$", RECORDING, flags=re.MULTILINE)
     assert capsys.readouterr().out.strip() == said
+
+
+def test_a_phase_of_ones_own_is_reported_and_written_as_is_shown(tmp_path: Path) -> None:
+    with monitored(progress=False) as monitor:
+        monitor.startup.write_to(tmp_path)
+        ran(PHASES)
+        monitor.started()
+    found = json.loads((tmp_path / "startup.json").read_text())
+    shown = json.loads(block_with('"state": "done"', "json"))
+    assert found.keys() == shown.keys()
+    (own,) = found["phases"]
+    assert {**own, "unit": "B"}.keys() == shown["phases"][0].keys()
+    assert (own["process"], own["phase"], own["done"], own["total"]) == ("controller", "reading the index", 3, 3)
 
 
 def test_the_traced_program_writes_a_trace() -> None:
@@ -82,9 +107,8 @@ def test_the_traced_program_writes_a_trace() -> None:
 
 
 def test_the_file_that_is_shown_is_read_as_is_said() -> None:
-    Path("metrics.jsonl").write_text(blocks("json")[0])
-    reading = blocks("python")[0]
-    losses = ran(reading)["losses"]
+    Path("metrics.jsonl").write_text(block_with('"step": 200', "json"))
+    losses = ran(block_with("import read_jsonl"))["losses"]
     assert losses[200] == 2.3712
     assert math.isnan(losses[201])
 
@@ -92,10 +116,10 @@ def test_the_file_that_is_shown_is_read_as_is_said() -> None:
 def test_the_program_writes_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     ran(PROGRAM)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | Tokens/s")[0] for line in lines] == [
-        "Epoch 1/1 | Step 2 | Loss: 1.00 | LR: 0.0001",
-        "Epoch 1/1 | Step 4 | Loss: 0.50 | LR: 0.0001",
-        "Validation | Step 4 | Loss: 0.75 | best",
+    assert [re.sub(r"(0\.0001) .*", r"\1", line) for line in lines] == [
+        "Step 2/4 | epoch 1/1 | loss 1.00 | lr 0.0001",
+        "Step 4/4 | epoch 1/1 | loss 0.50 | lr 0.0001",
+        "Validation at step 4/4 | loss 0.75 | best",
     ]
     written = list(read_jsonl("runs/mine/metrics.jsonl"))
     assert [line.step for line in written] == [1, 2, 3, 4, 4]

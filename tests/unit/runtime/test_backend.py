@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -36,3 +40,17 @@ def test_who_watches_a_mesh_hears_of_its_fault() -> None:
     finally:
         forget_faults("forge-mine")
     assert heard == ["it died"]
+
+
+@pytest.mark.parametrize("first", ["forge:ForgeActor", "forge.service:Service", "forge.generator.actor:Generator"])
+def test_monarch_reads_our_settings_whatever_is_imported_first(first: str) -> None:
+    module, _, name = first.partition(":")
+    program = f"""
+import json
+from {module} import {name}
+from monarch.config import get_global_config
+print(json.dumps([get_global_config()[key] for key in ("mesh_proc_spawn_max_idle", "actor_spawn_max_idle")]))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HYPERACTOR_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == ["2m", "2m"]

@@ -14,7 +14,7 @@ from forge.errors import ActorFailure, CallTimeout, OptionError
 from forge.runtime import streams
 from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import endpoint, specs_of
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.runtime.replies import FAILED, OK, Outbox
 from forge.runtime.serialization import as_remote, decode, encode
 from forge.runtime.streams import WINDOW, End, Expired, SendWindow, StreamPort, StreamReader

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forge.errors import ActorFailure, OptionError, Overloaded, ServiceStopped
-from forge.runtime.group import PendingCalls
+from forge.runtime.pending_calls import PendingCalls
 from forge.service.records import ReplicaState, Request
 from forge.service.routing import least_loaded, round_robin
 from forge.service.routing_table import RoutingTable

@@ -18,6 +18,7 @@ from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.models.gpu_step import GpuSteps, StepOptions, parts_of
 from forge.models.inference import PagedRow
+from forge.observe.phases import phase
 
 if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner
@@ -104,15 +105,17 @@ class DecodeGraphs:
     def _record(self) -> None:
         stream = torch.cuda.Stream(self._runner.device)
         pool = None
-        for size in reversed(self._sizes):
-            with torch.cuda.stream(stream):
-                self._step(size)
-            torch.cuda.synchronize(self._runner.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = self._step(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = (graph, logits)
+        with phase("capturing graphs", total=len(self._sizes)) as progress:
+            for size in reversed(self._sizes):
+                with torch.cuda.stream(stream):
+                    self._step(size)
+                torch.cuda.synchronize(self._runner.device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    logits = self._step(size)
+                pool = pool or graph.pool()
+                self._graphs[size] = (graph, logits)
+                progress.advance()
 
     def _parts(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return the sequences of each part of a step: all in one, unless parts run beside each other."""

@@ -44,6 +44,7 @@ from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
 from forge.models.peft_files import resolve_adapter
 from forge.models.quantized import quantized_tensors
+from forge.observe.phases import phase
 
 _log = logging.getLogger("forge.generator")
 
@@ -82,7 +83,8 @@ class ModelRunner:
         self._has_wide_head = model.architecture.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
         self.adapter = None if config.adapter is None else resolve_adapter(config.adapter, model.architecture)
-        self.model = self.build(shared=shared)
+        with phase("building the model"):
+            self.model = self.build(shared=shared)
         self.parameters = parameters_once(self.model)
         self.quantized = quantized_tensors([self.model])
         own = {} if self.is_shared else self.parameters | self.quantized
@@ -100,7 +102,8 @@ class ModelRunner:
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
         self._saved_graphs: DecodeGraphs | None = None
-        self.allocate_cache()
+        with phase("allocating the cache"):
+            self.allocate_cache()
 
     def build(self, *, shared: Mapping[str, Tensor] | None = None) -> LanguageModel:
         """Return a model for this device: with weights of its own, which are empty, or with shared ones."""

@@ -52,6 +52,7 @@ from forge.generator.vllm.translation import (
 from forge.generator.vllm.weights import Updates, WeightSource
 from forge.models.architecture import ARCHITECTURE_KEYS
 from forge.models.peft_files import resolve_adapter
+from forge.observe.phases import phase
 from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
@@ -137,12 +138,14 @@ class VllmEngine:
 
     async def start(self) -> None:
         installed = installed_build()
-        facts = await asyncio.to_thread(self._prepare, installed)
+        with phase("importing vLLM"):
+            facts = await asyncio.to_thread(self._prepare, installed)
         given = to_plain(self.config.engine_args)
         building = asyncio.ensure_future(asyncio.to_thread(self._build, given))
         try:
             await asyncio.shield(building)
-            await self._open(facts, has_named=bool(given.get("enable_lora")))
+            with phase("warming up"):
+                await self._open(facts, has_named=bool(given.get("enable_lora")))
         except BaseException:
             await asyncio.wait([building])  # what it starts must be ended, also when the caller was cancelled
             llm, self._llm = self._llm, None

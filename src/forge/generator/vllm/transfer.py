@@ -46,6 +46,7 @@ from forge.errors import ForgeError, RemoteError, WeightMismatch
 from forge.generator.vllm.arguments import BACKEND
 from forge.generator.vllm.environment import OWNER
 from forge.generator.vllm.live_adapter import LiveAdapter
+from forge.generator.vllm.phases import report_phases
 from forge.models.adapter_names import AdapterSpec
 from forge.models.weight_names import hf_views, plain_name, weight_map
 from forge.store import Fetched, Weights
@@ -388,3 +389,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
 _watch_owner()
 _leave_quickly()
+report_phases()

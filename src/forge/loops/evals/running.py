@@ -28,6 +28,7 @@ from forge.loops.evals.settings import code_version, eval_settings
 from forge.loops.evals.targets import EvalTarget, Started, find_target, program_of, start_target
 from forge.loops.evals.tasks import EvalTasks, open_tasks
 from forge.loops.run_paths import load_tokenizer
+from forge.loops.showing import log_files
 from forge.loops.worker_checks import eval_worker_errors
 from forge.rewards import check as check_rewards
 from forge.rollout.record import EpisodeLines, encode_line
@@ -84,7 +85,7 @@ async def evaluate(
     call.
     """
     plan = await plan_eval(config, overwrite=overwrite)
-    with _locked(plan.folder), _opened(plan, overwrite=overwrite) as record:
+    with _locked(plan.folder), log_files(plan.folder, config.run), _opened(plan, overwrite=overwrite) as record:
         save(config, plan.folder)
         work = _Work(plan, record, on_progress)
         try:

@@ -179,7 +179,7 @@ RULES = [
     lacks("generator_router.*", "requests go to the replica with the least load; an episode stays with one"),
     maps("metrics.enable_wandb", "metrics.wandb"),
     maps("metrics.enable_tensorboard", "metrics.tensorboard"),
-    maps("metrics.wandb_project", "metrics.wandb_project"),
+    maps("metrics.wandb_project", "metrics.project"),
     lacks(
         "metrics.console_log_keys_train metrics.console_log_keys_validation",
         "the console shows a line per step; metrics.jsonl has everything",

@@ -166,7 +166,7 @@ _OUTPUT = [
     lacks("log_level log_level_replica log_on_each_node", "each process logs to the controller, which prints it"),
     maps("disable_tqdm", "metrics.progress", lambda value: None if value is None else inverted(value)),
     lacks("include_num_input_tokens_seen", "train/num_tokens is always recorded"),
-    joint("report_to", "metrics.wandb metrics.tensorboard", _sinks),
+    joint("report_to", "metrics.wandb metrics.tensorboard metrics.sinks", _sinks),
     lacks(
         "project trackio_space_id trackio_bucket_id trackio_static_space_id",
         "there is no sink for Trackio: metrics.sinks takes your own",

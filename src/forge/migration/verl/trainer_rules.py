@@ -127,8 +127,8 @@ def _folder(config: PeerConfig) -> Converted:
 
 def _sinks(config: PeerConfig) -> Converted:
     values, others = sink_values(names_of(config["trainer.logger"]))
-    if values["metrics.wandb"]:
-        values["metrics.wandb_project"] = str(config["trainer.project_name"])
+    if values["metrics.wandb"] or "metrics.sinks" in values:
+        values["metrics.project"] = str(config["trainer.project_name"])
     if not others:
         return Converted(values)
     note = f"no sink for {', '.join(others)}: metrics.sinks takes module:attribute of your own; metrics.jsonl is on"
@@ -212,7 +212,9 @@ TRAINER_RULES = [
         "trainer.total_epochs trainer.total_training_steps", "training.num_epochs training.max_steps", schedules.length
     ),
     joint("trainer.experiment_name trainer.default_local_dir", "run.name", _folder),
-    joint("trainer.logger trainer.project_name", "metrics.wandb metrics.tensorboard metrics.wandb_project", _sinks),
+    joint(
+        "trainer.logger trainer.project_name", "metrics.wandb metrics.tensorboard metrics.sinks metrics.project", _sinks
+    ),
     always({"metrics.log_interval": 1}, "verl prints every iteration"),
     joint(
         "trainer.save_freq trainer.max_actor_ckpt_to_keep",

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
 from forge.runtime.attach import attach_host, let_go
-from forge.runtime.backend import monarch_actor
+from forge.runtime.backend import monarch_actor, without_banner
 from forge.runtime.exposure import exposed, is_loopback_only
 from forge.runtime.hosts import Host, HostTimings
 from forge.runtime.sockets import check_tls
@@ -93,7 +93,8 @@ def open_transport(addresses: Sequence[str], *, bind: str) -> None:
         check_tls()
     host = f"[{bind}]" if ":" in bind else bind
     try:
-        monarch_actor.enable_transport(f"{schemes.pop()}://{host}:0")
+        with without_banner():
+            monarch_actor.enable_transport(f"{schemes.pop()}://{host}:0")
     except RuntimeError as error:
         raise LaunchError(
             f"this process already uses Monarch over another channel: {error}",
