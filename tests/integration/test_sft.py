@@ -104,8 +104,10 @@ def test_what_it_leaves_behind(single: Ended) -> None:
         ".writer",
         "checkpoints",
         "config.yaml",
+        "logs",
         "metrics.jsonl",
         "profiles",
+        "startup.json",
         "system.jsonl",
         "tensorboard",
         "trace.json",
@@ -113,9 +115,11 @@ def test_what_it_leaves_behind(single: Ended) -> None:
     assert yaml.safe_load((single.folder / "config.yaml").read_text())["training"]["max_steps"] == NUM_STEPS
     (profile,) = (single.folder / "profiles").iterdir()
     assert profile.name == "step-00000002-trainer-0.json.gz"
-    assert "aten::embedding" in {each["name"] for each in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
+    assert "aten::embedding" in {
+        each["name"] for each in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    }
     processes = {name for line in read_jsonl(single.folder / "system.jsonl") for name in line.values}
-    assert {"memory_gib/controller", "memory_gib/trainer"} <= processes
+    assert {"memory_gib/controller", "memory_gib/trainer[0]"} <= processes
     spans = {each["name"] for each in json.loads((single.folder / "trace.json").read_text())}
     assert {"train", "train_step", "validate", "save"} <= spans
     events = EventAccumulator(str(single.folder / "tensorboard"))

@@ -94,7 +94,6 @@ class TorchProfile:
         finally:
             self._thread.shutdown(wait=False)
 
-
     def discard(self) -> None:
         """Stop, and forget what was recorded."""
         assert self._timer is not None
