@@ -11,13 +11,16 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = "https://github.com/torchforge/torchforge"
+NOT_INSTALLED = {"runs", "diagnosis"}
+"""Folders of `apps/` that are not installed: what runs leave, and runs that fail on purpose, for a tutorial."""
 SUFFIXES = {".jsonl", ".md", ".py", ".toml", ".yaml"}
 
 
 def recipe_files() -> list[Path]:
-    """Return the files of `apps/`, relative to this folder."""
+    """Return the files of `apps/` that are installed, relative to this folder."""
     found = (path for path in sorted((HERE / "apps").rglob("*")) if path.suffix in SUFFIXES)
-    return [path.relative_to(HERE) for path in found if path.is_file() and "runs" not in path.parts]
+    inside = (path.relative_to(HERE) for path in found if path.is_file())
+    return [path for path in inside if not NOT_INSTALLED & set(path.parts)]
 
 
 def description() -> str:

@@ -311,7 +311,7 @@ def test_a_folder_with_checkpoints_is_not_mixed_with_another_run(
     before = {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")}
     said = refused([], single.folder.parent, capfd)
     assert "already holds 2 checkpoint(s), the latest of step 20" in said
-    assert "add --resume to continue that run, or run.name=NAME" in said
+    assert "add --resume to continue that run, or run.name=" in said
     assert {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")} == before
 
 

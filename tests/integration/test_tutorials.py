@@ -41,6 +41,10 @@ def test_lines_are_compared_without_their_numbers() -> None:
     assert first_missing(["Step 12 | 1e-5 of 7", "b c"], printed) is None
     assert first_missing(["Step 12 | none of 7"], printed) == "Step 12 | none of 7"
     assert first_missing(["b c", "a"], printed) == "a"
+    progress = ["Evaluation at step 0 | reward 0.3 | 10 prompts", "step 5/15 | reward 0.5"]
+    assert first_missing(["Evaluation at step 0 | reward 0.25", "Step 5 | Avg Reward: 0.75 | 1 s"], progress) is None
+    assert first_missing(["Step 4 | Avg Reward: 0.75"], progress) == "Step 4 | Avg Reward: 0.75"
+    assert first_missing(["Evaluation at step 5 | reward 0.25"], progress) == "Evaluation at step 5 | reward 0.25"
 
 
 def test_first_rl_run(tmp_path: Path, leaves_nothing: None) -> None:

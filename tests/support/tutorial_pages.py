@@ -1,8 +1,8 @@
 """Tutorials as users follow them: the files of a page are saved, its commands run, and what they print is compared.
 
 In a page, a block of Python or YAML whose first line is `# NAME` is that file, and a bash block is run as it stands. A
-text block after it is what it prints: its lines appear in this order, with other numbers, and with anything between them
-where it says `...`. A line that begins with spaces and `...` stands for any number of lines.
+text block after it is what it prints: its lines appear in this order, with other numbers. Lines that the page leaves
+out may be between them; where it says so, it has a line `...`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
 LIMIT_S = 900
 _BLOCK = re.compile(r"^```(python|yaml|bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRESS = re.compile(r"(evaluation (?:at |after )?)?step (\d+)\b.*\breward\b", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
@@ -48,13 +50,13 @@ def commands(page: str) -> list[Command]:
     """The bash blocks of a page, in order."""
     found = []
     kinds = [*blocks(page), ("", "")]
-    for (language, body), (following, text) in zip(kinds, kinds[1:], strict=False):
+    for (language, body), (following, text) in pairwise(kinds):
         if language == "bash":
             found.append(Command(body, tuple(text.splitlines()) if following == "text" else ()))
     return found
 
 
-def follow(page: str, folder: Path, *, files_of: tuple[str, ...] = (), changes: Mapping[str, str] = {}) -> list[str]:  # noqa: B006
+def follow(page: str, folder: Path, *, files_of: tuple[str, ...] = (), changes: Mapping[str, str] = {}) -> list[str]:
     """Save the files of the pages, run the commands of `page` in the folder, and return what each printed.
 
     `changes` are texts that are replaced everywhere, such as ports. Fails where a command fails, or prints something
@@ -107,7 +109,10 @@ def first_missing(shown: list[str], printed: list[str]) -> str | None:
 
 
 def _skeleton(line: str) -> str:
-    """The line with every number alike, and every run of spaces."""
+    """The line with every number alike, and every run of spaces. Of a run's progress the step counts and that there is
+    a reward: the rest of these lines depends on the machine, and on where they are printed."""
+    if progress := _PROGRESS.match(line):
+        return f"{'evaluation at ' if progress[1] else ''}step {progress[2]}, with its reward"
     return re.sub(r"\s+", " ", _NUMBER.sub("#", line)).strip()
 
 

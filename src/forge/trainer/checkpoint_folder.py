@@ -28,6 +28,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,8 +154,7 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             path=str(folder),
             value=infos[-1].path.name,
             rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
-            repair="add --resume to continue that run, or run.name=NAME for a new one in its own folder; in Python, "
-            "set checkpointing.resume=auto instead of --resume",
+            repair=_another_run(folder),
         )
     if resume == "must" and not infos:
         raise CheckpointError(
@@ -166,6 +166,20 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             "there is none",
         )
     return infos[-1] if infos else None
+
+
+def _another_run(folder: Path) -> str:
+    """Return what to do where these checkpoints are in the way of a new run."""
+    run = folder.parent
+    is_in_run = folder.name == "checkpoints" and (run / "config.yaml").is_file()
+    free = next(each for number in count(2) if not (run.parent / (each := f"{run.name}-{number}")).exists())
+    name = free if is_in_run else "NAME"
+    return (
+        f"add --resume to continue that run, or run.name={name} for a new one in its own folder"
+        + (f", or remove {run} to start over" if is_in_run else "")
+        + "; a run that is done continues with a larger training.max_steps; in Python, set checkpointing.resume=auto "
+        "instead of --resume"
+    )
 
 
 def damaged_files(info: CheckpointInfo, *, names: Iterable[str], digests: bool) -> tuple[str, ...]:

@@ -398,9 +398,8 @@ def test_a_finished_run_is_not_changed_by_another(run: Path, tmp_path: Path) -> 
         assert contents(run) == before
     with pytest.raises(CheckpointError, match="already holds 3 checkpoint") as caught:
         check_grpo(config(run))
-    assert caught.value.repair == (
-        "add --resume to continue that run, or run.name=NAME for a new one in its own folder"
-    )
+    new = f"run.name={run.name}-2 for a new one in its own folder, or remove {run} to start over"
+    assert f"add --resume to continue that run, or {new}" in str(caught.value.repair)
     assert contents(run) == before
     check_grpo(config(tmp_path / "third", f"checkpointing.resume={foreign}"))
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 
 from forge.cli import main
 from forge.errors import DataError
-from forge.observe.diagnosis import diagnose, diagnosis_lines
+from forge.observe.diagnosis import diagnose, diagnosis_lines, read_evidence
+from forge.observe.diagnosis.evidence import noise
+from forge.observe.diagnosis.policy import with_jump
 from forge.observe.diagnosis.report import RULES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -281,10 +284,103 @@ def test_a_folder_that_cannot_be_diagnosed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(1, {"train/loss": 1.0}))
     with pytest.raises(DataError, match="it has no rewards") as caught:
         diagnose(tmp_path)
-    assert caught.value.rule == "the folder of a run of reinforcement learning"
+    assert caught.value.rule == "a run of reinforcement learning"
+    assert caught.value.repair == "use `forge report`, which shows runs of every kind"
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="it has no step and no evaluation yet"):
+    with pytest.raises(DataError, match="it has no step and no evaluation yet") as caught:
         diagnose(tmp_path)
+    assert caught.value.repair == "wait for its first step"
+
+
+def test_the_error_names_the_runs_of_a_folder(tmp_path: Path) -> None:
+    for name in ("a", "group/b"):
+        write_run(tmp_path / name, {"rollout/reward_mean": [0.5]})
+    with pytest.raises(DataError) as caught:
+        diagnose(tmp_path)
+    assert caught.value.repair == f"give one of the runs in it: {tmp_path / 'a'}, {tmp_path / 'group' / 'b'}"
+    with pytest.raises(DataError) as caught:
+        diagnose(tmp_path / "a" / "metrics.jsonl")
+    assert caught.value.path == str(tmp_path / "a" / "metrics.jsonl")
+    assert caught.value.repair == f"give the folder: {tmp_path / 'a'}"
+
+
+def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, {"rollout/reward_mean": [0.5] * 3}, config="run: {name: a")
+    with pytest.raises(DataError, match="configuration of this run cannot be read") as caught:
+        diagnose(folder)
+    assert str(caught.value.path).startswith(str(folder / "config.yaml"))
+    assert "move it away" in str(caught.value.repair)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 2', '"step: 2'))
+    with pytest.raises(DataError) as caught:
+        diagnose(folder)
+    assert caught.value.path == f"{metrics}:2"
+
+
+def test_a_run_that_has_only_evaluated_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line(0, {"evaluation/reward": 0.2, "evaluation/avg@1": 0.2}))
+    assert next(iter(diagnosis_lines(diagnose(tmp_path)))) == f"{tmp_path}: 0 steps"
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_no_metric_is_taken_for_granted(name: str) -> None:
+    whole = read_evidence(RECORDED / name)
+    for missing in set(whole.columns) - {"rollout/reward_mean"}:  # without that one it is not a step
+        columns = {each: column for each, column in whole.columns.items() if each != missing}
+        found = [rule(replace(whole, columns=columns)) for rule in RULES]
+        assert name != "healthy" or not any(found), missing
+    rewards = {each: column for each, column in whole.columns.items() if each == "rollout/reward_mean"}
+    assert len([rule(replace(whole, columns=rewards)) for rule in RULES]) == len(RULES)
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, 1e300])
+def test_metrics_with_extreme_values_are_read(odd: float, tmp_path: Path) -> None:
+    text = (RECORDED / "healthy" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = []
+    for each in map(json.loads, text):
+        values = {name: odd if each["step"] in (20, 40) else value for name, value in each["values"].items()}
+        lines.append(line(each["step"], values))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert ("non-finite numbers" in names(tmp_path)) == (not math.isfinite(odd))
+
+
+def test_a_policy_of_which_nothing_is_finite_has_not_collapsed(tmp_path: Path) -> None:
+    broken = [0.3] * 10 + [math.nan] * 30
+    columns = {"train/entropy": broken, "train/grad_norm": broken, "rollout/no_signal/all_zero": [20] * 40}
+    assert names(write_run(tmp_path, columns)) == ["non-finite numbers"]
+
+
+def test_the_warm_up_of_a_critic_is_not_a_policy_without_entropy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, {"train/loss": [0.1] * 40})
+    lines = [json.loads(each) for each in (folder / "metrics.jsonl").read_text().splitlines()]
+    for each in lines[5:]:
+        each["values"] |= {"train/entropy": 0.3, "train/grad_norm": 0.5}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert names(folder) == []
+    assert read_evidence(folder).column("train/entropy") == (0.3,) * 40
+
+
+def test_the_noise_of_a_growing_run_is_that_of_all_its_steps() -> None:
+    values = [random.Random(seed).gauss(0, 1) for seed in range(50)]
+    found = noise(values[:3])
+    for place in range(4, 51):
+        found = with_jump(found, values[place - 2 : place], num_jumps=place - 1)
+        assert found == pytest.approx(noise(values[:place]))
+
+
+def test_the_end_of_a_long_ledger_is_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, {"rollout/reward_mean": [0.5] * 3})
+    learned = json.dumps({"step": 3, "group": 0, "outcome": "trained", "prompt": "p" * 900}) + "\n"
+    dropped = json.dumps({"step": 4, "group": 1, "outcome": "no_signal"}) + "\n"
+    (folder / "ledger.jsonl").write_text(dropped + learned * 6000 + dropped * 7)
+    assert read_evidence(folder).num_dropped_at_end == 7  # and not the first line, which lies before what is read
+
+
+def test_evaluations_with_another_number_of_samples_are_shown(tmp_path: Path) -> None:
+    metrics = [{"evaluation/reward": 0.2, "evaluation/avg@1": 0.2}, {"evaluation/reward": 0.6, "evaluation/avg@4": 0.6}]
+    folder = write_run(tmp_path, {"rollout/reward_mean": [0.5] * 9}, evaluations={0: metrics[0], 9: metrics[1]})
+    assert next(iter(diagnosis_lines(diagnose(folder)))).endswith("evaluation/avg@4 20.0% -> 60.0%")
 
 
 def test_a_run_without_configuration_and_rollouts_is_diagnosed_from_its_metrics(tmp_path: Path) -> None:
@@ -296,5 +392,6 @@ def test_a_run_without_configuration_and_rollouts_is_diagnosed_from_its_metrics(
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = f"import sys; from forge.cli import main; main(['diagnose', {str(RECORDED / 'healthy')!r}]); sys.exit('torch' in sys.modules)"
+    folder = str(RECORDED / "healthy")
+    code = f"import sys; from forge.cli import main; main(['diagnose', {folder!r}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

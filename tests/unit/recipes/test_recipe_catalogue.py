@@ -38,7 +38,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_configuration_is_listed_and_every_name_is_a_file() -> None:
     assert apps_folder() == APPS
     files = {path.relative_to(APPS).with_suffix("").as_posix() for path in APPS.rglob("*.yaml")}
-    assert set(recipes()) == files
+    tutorial = {name for name in files if name.startswith("diagnosis/")}  # runs that fail on purpose
+    assert tutorial
+    assert set(recipes()) == files - tutorial
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -130,8 +130,24 @@ def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, resume="never")
     assert (caught.value.path, caught.value.value) == (str(tmp_path), "step-00000007")
     assert "resume=never" in str(caught.value.rule)
+    rest = "a run that is done continues with a larger training.max_steps; in Python, set checkpointing.resume=auto "
+    rest += "instead of --resume"
     expected = "add --resume to continue that run, or run.name=NAME for a new one in its own folder"
-    assert caught.value.repair == expected
+    assert caught.value.repair == f"{expected}; {rest}"
+
+
+def test_a_name_that_is_free_is_given_where_the_run_is_known(tmp_path: Path) -> None:
+    run = tmp_path / "grpo"
+    make(run / "checkpoints", 7)
+    with pytest.raises(CheckpointError, match=r"run\.name=NAME"):  # without its configuration it may be anything
+        find_checkpoint(run / "checkpoints", resume="never")
+    (run / "config.yaml").touch()
+    for name in ("grpo-2", "grpo-3"):
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(run / "checkpoints", resume="never")
+        expected = f"or run.name={name} for a new one in its own folder, or remove {run} to start over; a run"
+        assert expected in str(caught.value.repair)
+        (tmp_path / name).mkdir()
 
 
 @pytest.mark.parametrize(("place", "value"), [("", "no complete checkpoint"), ("nowhere", "no such folder")])

@@ -4,7 +4,9 @@ completions."""
 from __future__ import annotations
 
 import math
+import os
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,16 +16,21 @@ from typing import Any, Final
 from forge.config.loading import FILE_NAME
 from forge.config.yaml_text import read_yaml
 from forge.errors import DataError
-from forge.observe.jsonl import read_jsonl
+from forge.observe.jsonl import MetricsLine, read_jsonl
 from forge.observe.report.reading import setting_of
 from forge.observe.report.samples import json_lines
-from forge.observe.sink import EVALUATION, EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS
+from forge.observe.sink import EVALUATION, EVALUATION_REWARD, REWARD_MEAN, SKIPPED, TRAIN_LOSS
 
 ROLLOUTS: Final = re.compile(r"(step|fruitless)_(\d+)\.jsonl")
 FIRST: Final = 3
 """How many of the first steps a mean is taken over: runs learn fast at first."""
 _MOST_FILES: Final = 6
 """Files of rollouts that are read: those of the last steps."""
+_LEDGER_TAIL: Final = 1 << 22
+"""Bytes of the ledger that are read, from its end. A run ends long before it drops so many groups in a row."""
+_MOST_NAMED: Final = 5
+_COUNTS: Final = ("rollout/num_", "rollout/no_signal/", SKIPPED)
+"""Metrics that are 0 where a step has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Evidence:
     Attributes:
         folder: the run's.
         steps: the steps that it learned in, ascending.
-        columns: for each metric one number per step; NaN where the step has none.
+        columns: for each metric one number per step; NaN where the step has none, or one that is not finite.
         evaluations: the held-out evaluations, with the steps after which they were made.
         config: config.yaml as plain data.
         num_dropped_at_end: groups that taught nothing since the last step, as the ledger has them.
@@ -71,9 +78,16 @@ class Evidence:
         return setting_of(self.config, path)
 
     def column(self, name: str) -> tuple[float, ...]:
-        """Return a metric for each step: 0 where the step has none but others do, nothing where no step has it."""
+        """Return a metric for each step; nothing where no step has it.
+
+        Where a step has none, a count is 0, and another metric is as in the step before: a policy has an
+        entropy while its critic warms up, and it is not 0.
+        """
         found = self.columns.get(name, ())
-        return tuple(0.0 if math.isnan(value) else value for value in found)
+        if name.startswith(_COUNTS):
+            return tuple(0.0 if math.isnan(value) else value for value in found)
+        last = next((value for value in found if not math.isnan(value)), None)
+        return () if last is None else tuple(last := last if math.isnan(value) else value for value in found)
 
     @property
     def window(self) -> int:
@@ -96,8 +110,8 @@ class Evidence:
     @property
     def num_groups(self) -> tuple[float, ...]:
         """Groups that were scored for each step, those without signal included."""
-        learned = self.column("rollout/num_groups")
-        dropped = self.column("rollout/num_no_signal") or (0.0,) * len(learned)
+        learned = self.column("rollout/num_groups") or (0.0,) * len(self.steps)
+        dropped = self.column("rollout/num_no_signal") or (0.0,) * len(self.steps)
         is_kept = self.setting("rollout.no_signal") == "keep"
         return learned if is_kept else tuple(a + b for a, b in zip(learned, dropped, strict=True))
 
@@ -131,7 +145,7 @@ class Evidence:
 
 def noise(values: Sequence[float]) -> float:
     """Return by how much single values stray, judged by how much they jump: a trend does not count."""
-    return math.sqrt(_mean([(later - earlier) ** 2 / 2 for earlier, later in pairwise(values)]))
+    return math.sqrt(_mean([(later - earlier) * (later - earlier) / 2 for earlier, later in pairwise(values)]))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -145,54 +159,114 @@ def read_evidence(folder: Path) -> Evidence:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise DataError(
-            "this folder has no metrics of a run",
-            path=str(path),
-            rule="the folder of a run, RUN_OUTPUT_DIR/RUN_NAME, with its metrics.jsonl",
-            repair="check the path; the run needs metrics.jsonl: true",
-        )
-    rows: dict[int, dict[str, float]] = {}
-    nonfinite: dict[str, int] = {}
+        raise _no_metrics(folder)
+    table = _Table()
     for line in read_jsonl(path):
+        table.add(line)
+    steps = table.steps_with(REWARD_MEAN)
+    evaluations = [
+        (step, {name: value for name, value in table.row(step).items() if name.startswith(EVALUATION)})
+        for step in table.steps_with(EVALUATION_REWARD)
+    ]
+    if not steps and table.steps_with(TRAIN_LOSS):
+        raise _refusal(
+            path,
+            "it has no rewards",
+            "a run of reinforcement learning",
+            "use `forge report`, which shows runs of every kind",
+        )
+    if not steps and not evaluations:
+        raise _refusal(
+            path, "it has no step and no evaluation yet", "a run that has taken a step", "wait for its first step"
+        )
+    dropped = _dropped_after(folder / "ledger.jsonl", steps[-1] if steps else 0)
+    columns = {name: table.at(steps, name) for name in table.columns} if steps else {}
+    return Evidence(folder, tuple(steps), columns, tuple(evaluations), _config(folder), dropped, table.nonfinite)
+
+
+class _Table:
+    """The numbers of a metrics file, a column for each metric, so that those of a long run fit into memory."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, array[float]] = {}
+        self.nonfinite: dict[str, int] = {}
+        self._places: dict[int, int] = {}
+
+    def add(self, line: MetricsLine) -> None:
+        place = self._places.setdefault(line.step, len(self._places))
         for name, value in line.values.items():
             if not isinstance(value, int | float):
                 continue
-            rows.setdefault(line.step, {})[name] = float(value)
             if not math.isfinite(value):
-                nonfinite.setdefault(name, line.step)
-    steps = sorted(step for step, values in rows.items() if REWARD_MEAN in values)
-    evaluations = [
-        (step, {name: value for name, value in rows[step].items() if name.startswith(EVALUATION)})
-        for step in sorted(rows)
-        if EVALUATION_REWARD in rows[step]
-    ]
-    if not steps and any(TRAIN_LOSS in values for values in rows.values()):
-        raise _refusal(path, "it has no rewards", "the folder of a run of reinforcement learning")
-    if not steps and not evaluations:
-        raise _refusal(path, "it has no step and no evaluation yet", "a run that has taken a step")
-    names = {name for step in steps for name in rows[step]}
-    columns = {name: tuple(rows[step].get(name, math.nan) for step in steps) for name in names}
-    dropped = _dropped_after(folder / "ledger.jsonl", steps[-1] if steps else 0)
-    return Evidence(folder, tuple(steps), columns, tuple(evaluations), _config(folder), dropped, nonfinite)
+                self.nonfinite.setdefault(name, line.step)
+                continue
+            column = self.columns.setdefault(name, array("d"))
+            column.extend(math.nan for _ in range(place + 1 - len(column)))
+            column[place] = value
+
+    def _value(self, step: int, name: str) -> float:
+        column, place = self.columns[name], self._places[step]
+        return column[place] if place < len(column) else math.nan
+
+    def at(self, steps: Sequence[int], name: str) -> tuple[float, ...]:
+        """Return a metric at these steps, NaN where there is none."""
+        return tuple(self._value(step, name) for step in steps)
+
+    def row(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step."""
+        found = {name: self._value(step, name) for name in self.columns}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def steps_with(self, name: str) -> list[int]:
+        """Return the steps that have a metric, ascending."""
+        steps = self._places if name in self.columns else ()
+        return sorted(step for step in steps if not math.isnan(self._value(step, name)))
 
 
-def _refusal(path: Path, why: str, rule: str) -> DataError:
-    repair = "give another folder, or wait for the run's first step; `forge report` shows runs of every kind"
+def _no_metrics(folder: Path) -> DataError:
+    repair = "check the path; the run needs metrics.jsonl: true"
+    if folder.name == "metrics.jsonl" and folder.is_file():
+        repair = f"give the folder: {folder.parent}"
+    elif found := sorted(each.parent for each in (*folder.glob("*/metrics.jsonl"), *folder.glob("*/*/metrics.jsonl"))):
+        more = ", …" if len(found) > _MOST_NAMED else ""
+        repair = f"give one of the runs in it: {', '.join(map(str, found[:_MOST_NAMED]))}{more}"
+    return DataError(
+        "this folder has no metrics of a run",
+        path=str(folder if folder.is_file() else folder / "metrics.jsonl"),
+        rule="the folder of a run, RUN_OUTPUT_DIR/RUN_NAME, with its metrics.jsonl",
+        repair=repair,
+    )
+
+
+def _refusal(path: Path, why: str, rule: str, repair: str) -> DataError:
     return DataError(f"this run cannot be diagnosed: {why}", path=str(path), rule=rule, repair=repair)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        data = read_yaml((folder / FILE_NAME).read_text(encoding="utf-8"), source=FILE_NAME).data
-    except OSError:
+    path = folder / FILE_NAME
+    if not path.is_file():
         return {}
-    return data if isinstance(data, Mapping) else {}
+    document = read_yaml(path.read_text(encoding="utf-8", errors="replace"), source=str(path))
+    if not document.readable:
+        (problem, *_) = document.problems
+        raise DataError(
+            "the configuration of this run cannot be read",
+            path=problem.path,
+            rule=problem.rule,
+            repair="correct the file, or move it away: the rules then know only the metrics",
+        )
+    return document.data if isinstance(document.data, Mapping) else {}
 
 
 def _dropped_after(path: Path, step: int) -> int:
-    """Return how many groups the ledger has dropped since a step."""
+    """Return how many groups the end of the ledger has dropped since a step."""
     if not path.is_file():
         return 0
     with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) > _LEDGER_TAIL:
+            file.seek(-_LEDGER_TAIL, os.SEEK_END)
+            file.readline()
+        else:
+            file.seek(0)
         lines = (fields for fields in json_lines(file) if fields is not None)
         return sum(line.get("step", 0) > step and line.get("outcome") != "trained" for line in lines)

@@ -55,7 +55,7 @@ def stale_data(run: Evidence) -> Finding | None:
     """The weights that sampled the data are so old that the policy has moved far away from them."""
     late = len(run.steps) // 3
     staleness, far = run.column(STALENESS)[late:], run.column(_APPROX_KL)[late:]
-    if len(run.steps) < _FEWEST_STEPS or not far or statistics.median(staleness) < _OLD:
+    if len(run.steps) < _FEWEST_STEPS or not far or not staleness or statistics.median(staleness) < _OLD:
         return None
     if statistics.median(far) < _FAR:
         return None
@@ -132,19 +132,27 @@ def _jump(entropies: Sequence[float]) -> int | None:
 
 def _fall(run: Evidence) -> int | None:
     """Return the first place where the reward is below half of what it was before, by more than noise."""
-    rewards, spreads, groups = run.column(REWARD_MEAN), run.column(REWARD_STD), run.num_groups
+    rewards, groups = run.column(REWARD_MEAN), run.num_groups
+    spreads = run.column(REWARD_STD) or (0.0,) * len(rewards)
     floor = min(0.0, *rewards)
-    best, best_error = -math.inf, 0.0
+    best, best_error, jumps = -math.inf, 0.0, noise(rewards[: FIRST - 1])
     for place in range(FIRST, len(rewards) - _PAIR + 1):
         before, after = slice(place - _PAIR, place), slice(place, place + _PAIR)
+        jumps = with_jump(jumps, rewards[place - 2 : place], num_jumps=place - 1)
         mean = statistics.fmean(rewards[before])
         if mean > best:
             best, best_error = mean, _error(spreads[before], groups[before])
         now, error = statistics.fmean(rewards[after]), math.hypot(best_error, _error(spreads[after], groups[after]))
-        error = max(error, noise(rewards[:place]))  # that of two pairs is as large as that of one step
+        error = max(error, jumps)  # that of two pairs is as large as that of one step
         if best - now > _SIGMAS * error and now - floor < (best - floor) / 2:
             return place
     return None
+
+
+def with_jump(noise_before: float, pair: Sequence[float], *, num_jumps: int) -> float:
+    """Return `noise` of values to which one was added: the last two of them, and how many jumps they all make."""
+    jump = pair[1] - pair[0]
+    return math.sqrt((noise_before * noise_before * (num_jumps - 1) + jump * jump / 2) / num_jumps)
 
 
 def _error(spreads: Sequence[float], groups: Sequence[float]) -> float:
@@ -209,7 +217,7 @@ def _all_alike(run: Evidence) -> list[str]:
     groups: dict[tuple[str, int], list[str]] = {}
     shown: dict[tuple[str, int], str] = {}
     for where, fields in run.episodes("fruitless"):
-        key = (where.partition(":")[0], int(fields["group"]))
+        key = (where.partition(":")[0], int(fields.get("group", -1)))
         groups.setdefault(key, []).append(str(fields.get("text")))
         shown.setdefault(key, f"{where}: group {key[1]}, answer {fields.get('answer')!r}")
     for key, texts in groups.items():

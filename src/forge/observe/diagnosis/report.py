@@ -27,7 +27,7 @@ Rule = Callable[[Evidence], Finding | None]
 
 RULES: Final[Mapping[Rule, tuple[Rule, ...]]] = {
     failing_rewards: (learning_rate_too_high, nothing_to_learn_from, entropy_collapse),
-    nonfinite_numbers: (learning_rate_too_high,),
+    nonfinite_numbers: (learning_rate_too_high, entropy_collapse),
     stale_data: (
         learning_rate_too_high, entropy_collapse, completions_cut_off, nothing_to_learn_from, memorised_prompts,
     ),

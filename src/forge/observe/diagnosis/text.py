@@ -18,10 +18,12 @@ def moved(name: str, trend: Trend) -> str:
 def solved_text(run: Evidence) -> str:
     """`evaluation/avg@1 23.4% -> 97.4% of 192 prompts`; the largest number of samples where there are several."""
     (_, first), (_, last) = run.evaluations[0], run.evaluations[-1]
-    name = next(name for name in first if name.startswith("evaluation/avg@"))
-    count = first.get("evaluation/num_prompts")
+    names = [name for name in last if name.startswith("evaluation/avg@")]
+    name = next((name for name in names if name in first), names[0] if names else "solved")
+    (_, begin), (_, end) = run.solved()[0], run.solved()[-1]
+    count = last.get("evaluation/num_prompts")
     of = "" if count is None else f" of {count:.0f} prompts"
-    return f"{name} {first[name]:.1%} -> {last.get(name, 0.0):.1%}{of}"
+    return f"{name} {first.get(name, begin):.1%} -> {last.get(name, end):.1%}{of}"
 
 
 def excerpt(episode: Mapping[str, Any]) -> str:
