@@ -222,14 +222,20 @@ def bounds_table(rows: Iterable[dict[str, Any]]) -> str:
     return table(head, cells)
 
 
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:,.4g}"
+
+
 def simulation_table(rows: Iterable[dict[str, Any]]) -> str:
     names = {
         "num_hosts": "hosts", "num_replicas": "replicas", "table": "table", "num_answered": "calls",
         "calls_per_s": "calls/s", "heartbeats_per_s": "heartbeats/s", "controller_busy": "controller busy",
         "added_wait_median_s": "added s, median", "added_wait_p99_s": "added s, p99", "num_retried": "retried",
-        "num_restarts": "restarts", "num_hosts_lost": "hosts lost",
+        "num_restarts": "restarts", "num_hosts_lost": "hosts lost", "is_lost": "run lost",
     }  # fmt: skip
-    cells = ((v if isinstance(v := row[name], str) else f"{v:,.4g}" for name in names) for row in rows)
+    cells = ((_cell(row[name]) for name in names) for row in rows)
     return table(tuple(names.values()), (tuple(row) for row in cells))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import gc
+import math
 import pstats
 import statistics
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import RolloutConfig
+from forge.errors import ServiceStopped
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.ledger import Ledger, LedgerLine, check_ledger, read_ledger
 from forge.runtime.pending_calls import PendingCalls
@@ -172,11 +174,14 @@ class Rollouts:
     async def run(self) -> None:
         """Roll out every group, and learn from all of them."""
         training = asyncio.create_task(self._train())
-        async with asyncio.TaskGroup() as groups:
-            while (number := await self.buffer.admit()) is not None:
-                groups.create_task(self._roll_out(number))
-        await training
-        self.ledger.close()
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while (number := await self.buffer.admit()) is not None:
+                    groups.create_task(self._roll_out(number))
+            await training
+        finally:
+            training.cancel()
+            self.ledger.close()
 
     async def _roll_out(self, number: int) -> None:
         version = self.buffer.version
@@ -197,6 +202,18 @@ class Rollouts:
             self.buffer.serve(batch.index + 1)
 
 
+async def _is_over(rollouts: Rollouts) -> bool:
+    """Roll out; return whether the run was lost on the way, as a controller without a moment to spare takes every host
+    for lost."""
+    try:
+        await rollouts.run()
+    except ExceptionGroup as failures:
+        if failures.split(ServiceStopped)[1] is not None:
+            raise
+        return True
+    return False
+
+
 async def simulate(scenario: Scenario, costs: Costs) -> dict[str, Any]:
     """Run a scenario on the running (virtual) loop, and return what it counted and how long it took there."""
     loop = asyncio.get_running_loop()
@@ -214,22 +231,26 @@ async def simulate(scenario: Scenario, costs: Costs) -> dict[str, Any]:
         loop.call_later(scenario.lose_host_at_s, setattr, cluster.hosts[0], "is_cut_off", True)
     with tempfile.TemporaryDirectory() as folder:
         rollouts = Rollouts(cluster, scenario, Path(folder))
-        await rollouts.run()
+        is_over = await _is_over(rollouts)
         lines = list(read_ledger(rollouts.ledger.path))
-        check_ledger(lines, pending=rollouts.buffer.pending, next_number=rollouts.buffer.next_number)
+        if not is_over:
+            check_ledger(lines, pending=rollouts.buffer.pending, next_number=rollouts.buffer.next_number)
     took_s = loop.time() - began
     waits = sorted(rollouts.waits_s)
+    if not waits:
+        waits = [math.nan]
     return {
         "num_hosts": scenario.num_hosts,
         "num_replicas": scenario.num_replicas,
-        "num_answered": len(waits),
+        "is_lost": is_over,
+        "num_answered": len(rollouts.waits_s),
         "num_sent": network.num_calls,
         "num_retried": cluster.path.num_retried,
         "num_ledger_lines": len(lines),
         "num_hosts_lost": sum(host.is_lost for host in cluster.hosts),
         "num_restarts": sum(max(0, each.num_starts - 1) for each in cluster.supervisor.replicas),
         "virtual_s": took_s,
-        "calls_per_s": len(waits) / took_s,
+        "calls_per_s": len(rollouts.waits_s) / took_s,
         "heartbeats_per_s": (network.num_heartbeats - heartbeats) / took_s,
         "controller_busy": (network.busy_s - busy_s) / took_s,
         "added_wait_median_s": statistics.median(waits),

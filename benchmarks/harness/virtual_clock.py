@@ -9,7 +9,7 @@ from typing import Any
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines unchanged. Time passes only while nothing is ready to run."""
+    """Runs coroutines unchanged. Time passes while nothing is ready to run, and where a callback says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,6 +17,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        """Let what runs now take so long."""
+        self.now_s += seconds
 
     def _run_once(self) -> None:
         timers: list[Any] = self._scheduled  # type: ignore[attr-defined]
