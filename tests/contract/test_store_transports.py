@@ -20,8 +20,8 @@ from store_actors import (
     num_segments,
     publish_and_listen,
     publish_every_dtype,
-    used,
 )
+from store_traffic import used
 
 LIMIT_S = 600
 LARGE = {"embed": (96, 64), "norm": (48,), "odd": (7, 5, 6), "scalar": (), "large": (256, 300)}
@@ -60,7 +60,7 @@ WAYS = [
     Way("publisher elsewhere", "shm", ELSEWHERE, volumes=2, copies=2),
     Way("volumes elsewhere", "tcp", ELSEWHERE, TCP, volumes=2, copies=2),
     Way("direct", "tcp", ELSEWHERE, DIRECT),
-    Way("relayed", "shm", ELSEWHERE),
+    Way("relayed", "relayed", ELSEWHERE),
 ]
 
 

@@ -31,7 +31,7 @@ def listen() -> None:
 
 
 def run_until(command: list[str], text: str, act: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
-    """Run a program and act when a line starts with a text. Returns the exit code and what was printed."""
+    """Run a program and act when a line has a text. Returns the exit code and what was printed."""
     program = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen, start_new_session=True
     )
@@ -40,7 +40,7 @@ def run_until(command: list[str], text: str, act: Callable[[subprocess.Popen[str
     children: list[psutil.Process] = []
     for line in program.stdout:
         lines.append(line)
-        if not children and line.startswith(text):
+        if not children and text in line:
             children = processes_of(program.pid)
             act(program)
     code = program.wait(LIMIT_S)
@@ -115,7 +115,7 @@ def test_a_second_signal_names_the_checkpoint_that_is_complete(tmp_path: Path) -
 def test_ctrl_c_before_the_first_step_exits_with_130(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = app_command(folder, "record.report=true")
-    starting = "Monarch internal logs"
+    starting = "trainer: starting"
     code, told = run_until(command, starting, lambda program: program.send_signal(signal.SIGINT))
     assert code == 130, told
     assert "stopped after step 0; there is no checkpoint yet" in told

@@ -135,6 +135,10 @@ def test_without_relays_each_reader_gets_it_from_the_publisher(field: Field) -> 
     assert [answer["relay"] for answer in answers] == [None] * sum(NUM_READERS)
     assert [round(meter.received(host)) for host in field.hosts] == list(NUM_READERS)
     assert meter.sent(field.home) >= sum(NUM_READERS)
+    late = field.new_reader(field.hosts[0])
+    field.fetch(late)
+    assert not late.run("is_serving"), "it opens no port"
+    late.kill()
 
 
 def test_readers_with_other_shards_share_what_they_have_in_common(field: Field) -> None:
@@ -202,6 +206,52 @@ def test_a_relay_that_is_stopped_delays_nobody(field: Field) -> None:
         assert meter.received(host) <= OVERHEAD + 4 * MIB / SIZE, "at most the chunks on their way are read again"
     field.checked(relay)
     assert "is not read through pid" in field.readers[0][1].log() + field.readers[0][2].log()
+
+
+def test_a_host_that_is_cut_off_delays_no_other(field: Field) -> None:
+    require_network(faults=True)
+    _, meter = begin_at_relay(field)
+    lost, *others = field.hosts
+    field.network.partition([lost], [field.home, *others])
+    try:
+        for reader in field.readers[1] + field.readers[2]:
+            field.checked(reader)
+        for host in others:
+            assert meter.received(host) <= OVERHEAD + 4 * MIB / SIZE, "at most the chunks on their way are read again"
+    finally:
+        for reader in field.readers[0]:
+            reader.send_signal(signal.SIGKILL)
+        field.network.heal()
+    wait_for(lambda: not any(reader.is_running for reader in field.readers[0]), "they have ended", field.logs)
+    field.set_speed(MBIT)
+    field.publish()
+    late = field.new_reader(lost)
+    (answer,) = field.fetch(late)
+    assert answer["relay"] == late.own_pid
+    late.kill()
+
+
+def test_a_version_that_is_taken_back_while_it_is_relayed(field: Field) -> None:
+    """Its reader gets it whole, and those who come later get what has its number now."""
+    first, second, third = field.readers[0]
+    field.publish()
+    field.fetch(first)  # it has memory for the next version
+    field.set_speed(SLOW_MBIT)
+    version = field.publish()
+    taken_back, seed = field.digest, version + 10**6
+    since = first.host.traffic().received
+    first.start("fetch", SIZE, views=True)
+    field.wait_until_received(first.host, SIZE // 8, since=since)
+    assert field.root.run("rewind", version - 1) == [version]
+    field.set_speed(MBIT)
+    field.digest = field.root.run("publish", version, SIZE, seed=seed)
+    assert field.digest != taken_back
+    for found in field.fetch(second, third, *field.readers[1], seed=seed):
+        assert (found["version"], found["relay"] is None) == (version, False)
+    old = first.finish()
+    assert (old["version"], old["digest"], old["is_right"]) == (version, taken_back, True)
+    (again,) = field.fetch(first, seed=seed)
+    assert again["num_received"] == 0
 
 
 def test_a_slow_relay_delays_no_other_reader_of_its_host(field: Field) -> None:

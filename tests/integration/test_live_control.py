@@ -164,6 +164,7 @@ def test_a_live_run_saves_evaluates_shows_and_stops(tmp_path: Path, capsys: pyte
             1: lambda run: run.save(),
             3: lambda run: run.evaluate(),
             5: lambda run: main(["control", str(folder), "save"]),
+            6: lambda run: main(["control", str(folder), "profile"]),
             7: at_once,
             8: lambda run: main(["control", str(folder), "evaluate"]),
             9: lambda run: run.stop(),
@@ -179,8 +180,11 @@ def test_a_live_run_saves_evaluates_shows_and_stops(tmp_path: Path, capsys: pyte
     assert status.settings[RATE].value == 1e-3
     assert status.workers == {"generators": 1, "rewards": 1}
     assert codes == [0, 0]
-    assert (answers[5], answers[8], answers[9]) == (0, 0, 130)
+    assert (answers[5], answers[6], answers[8], answers[9]) == (0, 0, 0, 130)
     printed = capsys.readouterr().out
+    (profile,) = (folder / "profiles").iterdir()  # the workers are in this process
+    assert f"step 7: {profile}\n" in printed
+    assert profile.name == "step-00000007-controller.json.gz"
     assert f"after step 5: {folder}/checkpoints/step-00000005\n" in printed
     assert "after step 7 of 50: generators load version 7" in printed
     assert "after step 8: num_prompts 4, reward " in printed

@@ -120,7 +120,8 @@ def test_weights_travel_between_hosts(make_cluster: Callable[[int], Cluster]) ->
     said = cluster.answer(controller)
     assert len(set(said["hosts"])) == 2
     assert said["fetched"] == [[0, said["digest"]]] * 2
-    assert said["used"] == [{"shm": False, "tcp": True, "rdma": False}] * 2
+    found = sorted(said["relaying"], key=lambda each: each["relays"])
+    assert found == [{"relays": 0, "maps": 2, "publishers": 0}, {"relays": 2, "maps": 0, "publishers": 0}]
     assert said["needed"] <= said["sent"] <= 1.05 * said["needed"]
     assert cluster.hosts[0].traffic().sent - sent_before >= said["needed"], "the bytes left the host"
     cluster.finish(controller)

@@ -131,13 +131,17 @@ def test_all_cells_run(notebook: dict[str, Any], jupyter: Path, tmp_path: Path, 
     (run,) = [outputs for source, outputs in zip(code, cells, strict=True) if "await run_grpo" in source]
     progress = pages(run, "display_data", "update_display_data")
     shown_in = {each["transient"]["display_id"] for each in run if each["kind"].endswith("display_data")}
-    assert len(shown_in) == 1
+    assert len(shown_in) == 2  # the start, and then the run
     assert "step 10/10" in progress[-1]
     assert "<svg" in progress[-1]
     (shown,) = pages(run, "execute_result")
     assert "Done after 10 steps" in shown
     assert shown.count("<svg") >= 4
-    assert not re.search(r"^Step \d+ \|", printed(run), re.MULTILINE)  # the display takes the place of lines
+    assert not re.search(r"^(Step|Start)", printed(run), re.MULTILINE)  # the displays take the place of lines
+    start, *_ = pages(run, "display_data", "update_display_data")
+    assert start == "<div>Starting 0:00</div>"
+    ended = [page for page in pages(run, "update_display_data") if page.startswith("<div>Started in ")]
+    assert len(ended) == 1
     (completions,) = pages(cells[code.index("run.completions(4)")], "execute_result")
     assert completions.count("advantage") == 4
 

@@ -64,9 +64,9 @@ def test_the_charts_share_a_cursor_and_a_range(run: Path, tmp_path: Path) -> Non
     async def body(page: Page) -> None:
         await page.open(run)
         await page.settled()
-        assert await page.ask("document.querySelectorAll('.chart').length") == 18
+        assert await page.ask("document.querySelectorAll('.chart').length") == 19
         drawn = "[...document.querySelectorAll('.chart svg')].filter((svg) => svg.querySelector('.line, .area')).length"
-        assert await page.ask(drawn) == 18
+        assert await page.ask(drawn) == 19
         assert await page.ask("document.querySelectorAll('.band').length") == 1
         assert await text(page, "h1") == "arithmetic-grpo"
         assert await text(page, ".state b") == "step 40 of 100"
@@ -74,7 +74,7 @@ def test_the_charts_share_a_cursor_and_a_range(run: Path, tmp_path: Path) -> Non
         await page.mouse("mouseMoved", await page.middle(".chart svg"))
         reading = await text(page, "[data-test=reading]")
         assert reading in {f"Step {step}" for step in range(19, 24)}
-        assert await page.ask("document.querySelectorAll('.cursor line').length") == 18
+        assert await page.ask("document.querySelectorAll('.cursor line').length") == 19
         step = int(reading.removeprefix("Step "))
         told = await page.ask(
             f"JSON.parse(document.getElementById('data').textContent).columns['train/kl'][{step - 1}]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -66,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def single(home: Path) -> Ended:
     """One controller, one rank."""
-    return Ended([sys.executable, "-m", "forge.cli", "run", *APP], home / "single")
+    return Ended([sys.executable, "-m", "forge.cli", "run", *APP], home / "single", "record.profile.steps=[2]")
 
 
 def test_it_learns_and_says_so(single: Ended) -> None:
@@ -102,10 +104,24 @@ def test_what_it_leaves_behind(single: Ended) -> None:
         ".writer",
         "checkpoints",
         "config.yaml",
+        "logs",
         "metrics.jsonl",
+        "profiles",
+        "startup.json",
+        "system.jsonl",
         "tensorboard",
+        "trace.json",
     ]
     assert yaml.safe_load((single.folder / "config.yaml").read_text())["training"]["max_steps"] == NUM_STEPS
+    (profile,) = (single.folder / "profiles").iterdir()
+    assert profile.name == "step-00000002-trainer-0.json.gz"
+    assert "aten::embedding" in {
+        each["name"] for each in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    }
+    processes = {name for line in read_jsonl(single.folder / "system.jsonl") for name in line.values}
+    assert {"memory_gib/controller", "memory_gib/trainer[0]"} <= processes
+    spans = {each["name"] for each in json.loads((single.folder / "trace.json").read_text())}
+    assert {"train", "train_step", "validate", "save"} <= spans
     events = EventAccumulator(str(single.folder / "tensorboard"))
     events.Reload()
     shown = {event.step: event.value for event in events.Scalars("train/loss")}

@@ -15,6 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from bound_program import bound
+
 LIMIT_S = 600
 
 OPTIONS = (
@@ -157,7 +159,7 @@ async def open_browser(folder: Path) -> AsyncIterator[Page]:
     program = find_browser()
     assert program is not None
     process = await asyncio.create_subprocess_exec(
-        program, *OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank",
+        *bound(program, *OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank"),
         stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None

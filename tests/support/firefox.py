@@ -14,7 +14,10 @@ from typing import Any
 
 import aiohttp
 
+from bound_program import bound
+
 LIMIT_S = 600
+OPTIONS = ("--headless", "--no-remote", "--remote-debugging-port=0")
 PREFERENCES = {
     "app.update.enabled": False,
     "app.normandy.enabled": False,
@@ -119,7 +122,7 @@ async def open_firefox(folder: Path) -> AsyncIterator[FirefoxPage]:
     texts = [f'user_pref("{name}", {_literal(value)});\n' for name, value in PREFERENCES.items()]
     (profile / "user.js").write_text("".join(texts))
     process = await asyncio.create_subprocess_exec(
-        program, "--headless", "--no-remote", "--remote-debugging-port=0", "--profile", str(profile), "about:blank",
+        *bound(program, *OPTIONS, "--profile", str(profile), "about:blank"),
         stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
         env={**os.environ, "HOME": str(folder), "MOZ_CRASHREPORTER_DISABLE": "1"},
     )  # fmt: skip

@@ -85,19 +85,20 @@ async def serve() -> None:
 
 async def publish_and_fetch() -> None:
     """Weights that two ranks of one host publish by rows, and two of the other host fetch by columns."""
-    from store_actors import num_bytes_sent, used
     from store_hosts_controller import NUM_BYTES, SHAPES, Place, answers, fetched
+    from store_traffic import num_bytes_sent, relaying
 
     place = Place()
     await place.open()
+    before = sum(await answers(place.trainer, num_bytes_sent))
     found = await fetched(place.readers, "s1", verify="full")
     reply(
         {
             "hosts": place.hosts,
             "digest": place.digest,
             "fetched": found,
-            "used": await answers(place.readers, used),
-            "sent": sum(await answers(place.trainer, num_bytes_sent)),
+            "relaying": await answers(place.readers, relaying),
+            "sent": sum(await answers(place.trainer, num_bytes_sent)) - before,
             "needed": NUM_BYTES,
         }
     )

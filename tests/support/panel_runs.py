@@ -70,7 +70,10 @@ class Terminal:
         termios.tcsetwinsize(self.master, (rows, columns))
         gate, self._gate = os.pipe()
         environment = {**os.environ, "TERM": "xterm-256color", "GATE": str(gate), **(env or {})}
-        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "FORGE_LOG"):
+        for name in (
+            *("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"),
+            *("FORGE_LOG", "FORGE_VERBOSITY", "FORGE_LOG_FORMAT", "CI"),
+        ):
             if name not in (env or {}):
                 environment.pop(name, None)
         self.process = subprocess.Popen(

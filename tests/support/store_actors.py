@@ -6,8 +6,6 @@ import logging
 import os
 import random
 import signal
-import socket
-import struct
 from typing import Any
 
 import torch
@@ -209,18 +207,6 @@ async def check_as(_: Rank, key: str, shapes: Shapes, stored: str, wanted: str, 
     return fetched.digest
 
 
-async def used(_: Rank) -> dict[str, bool]:
-    """Which ways of reading this process has used so far."""
-    from forge.store.client import client
-
-    here = client()
-    return {
-        "shm": bool(here._opened),
-        "tcp": bool(here.data_plane._readers),
-        "rdma": here.data_plane._rdma_reader is not None,
-    }
-
-
 async def num_segments(_: Rank) -> int:
     from forge.store.client import client
 
@@ -328,23 +314,6 @@ def die_after(num_requests: int) -> None:
 
 async def die_while_serving(_: Rank, num_requests: int) -> None:
     die_after(num_requests)
-
-
-async def num_bytes_sent(_: Rank) -> int:
-    """Bytes that this process's data server has sent over connections that are open still, as the kernel counts.
-
-    What TCP sent once more, as it does on a busy machine, does not count.
-    """
-    from forge.store.client import client
-
-    sent_at = 200  # of tcpi_bytes_sent in the kernel's struct tcp_info; tcpi_bytes_retrans follows
-    total = 0
-    server = client().data_plane.serve()
-    for connection in list(server._connections.values()):
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        sent, sent_again = struct.unpack_from("<QQ", info, sent_at)
-        total += sent - sent_again
-    return total
 
 
 async def host_and_pid(_: Rank) -> tuple[str, int]:

@@ -18,7 +18,8 @@ import forge
 import forge.store as ts
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
-from store_actors import Rank, host_and_pid, num_bytes_sent, used
+from store_actors import Rank, host_and_pid
+from store_traffic import num_bytes_sent, relaying
 
 SHAPES = {"a": (256, 384), "b": (384, 256), "c": (64, 40, 16)}
 NUM_BYTES = 4 * (2 * 256 * 384 + 64 * 40 * 16)
@@ -71,7 +72,7 @@ async def reshard(place: Place) -> dict[str, object]:
         "digest": place.digest,
         "sent": after - before,
         "needed": NUM_BYTES,
-        "used": await answers(place.readers, used),
+        "relaying": await answers(place.readers, relaying),
     }
 
 
@@ -82,13 +83,15 @@ def kill(pids: Sequence[int]) -> None:
 
 
 async def lose_publisher(place: Place, workers: list[int]) -> dict[str, object]:
-    """The publishing host is killed after it was read once, and again before anybody is told."""
+    """The publishing host is killed after it was read once, when it has a version that was not, and fetched from again
+    before anybody is told."""
     first = await fetched(place.readers, "s1")
+    await place.trainer.publish.call("policy", 1, SHAPES, "s0")
     pids = [pid for _, pid in await answers(place.trainer, host_and_pid)]
     kill((*pids, workers[0]))
     said = [await failure(place.readers) for _ in range(3)]
     late = await on_the_host_that_is_left()
-    await late.publish.call("policy", 1, SHAPES, "s1")
+    await late.publish.call("policy", 2, SHAPES, "s1")
     return {
         "first": first,
         "said": said,

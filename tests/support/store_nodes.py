@@ -191,16 +191,28 @@ class Commands:
 
         client().line.call("distribution", distribution)
 
-    def publish(self, version: int, num_bytes: int, keep: int = 2) -> str:
+    def publish(self, version: int, num_bytes: int, *, keep: int = 2, seed: int | None = None) -> str:
+        """Publish the contents that belong to a version, or to another number; return the digest."""
+
         async def publish() -> str:
             published = await self.weights(rank=0, world_size=1, keep=keep).publish(tensors, version=version)
             return str(published.digest)
 
-        tensors = contents(version, num_bytes)
+        tensors = contents(version if seed is None else seed, num_bytes)
         return asyncio.run(publish())
 
+    def rewind(self, to: int) -> list[int]:
+        retired: list[int] = asyncio.run(self.weights().rewind(to=to))
+        return retired
+
     def fetch(
-        self, num_bytes: int, *, part: tuple[str, int, int] | None = None, views: bool = False, **options: Any
+        self,
+        num_bytes: int,
+        *,
+        part: tuple[str, int, int] | None = None,
+        views: bool = False,
+        seed: int | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Fetch the newest version, or a part of it, and compare it with what was published."""
         import torch
@@ -208,7 +220,7 @@ class Commands:
         into = None if views else self._places(num_bytes, part)
         fetched = self.weights().fetch_blocking(into, **options)
         found = fetched.tensors if into is None else self._memory
-        wanted = contents(fetched.version, num_bytes)
+        wanted = contents(fetched.version if seed is None else seed, num_bytes)
         self._kept = [fetched.tensors] if views else []
         return {
             "version": fetched.version,
@@ -290,6 +302,12 @@ class Commands:
             "sockets": sum(file.startswith("socket:") for file in files),
             "relaying": sum(thread.name == "forge-relay" for thread in threading.enumerate()),
         }
+
+    def is_serving(self) -> bool:
+        """Return whether other processes can connect to this one."""
+        from forge.store.client import client
+
+        return client().data_plane._server is not None
 
     def cpu(self) -> float:
         """CPU seconds that this process has used."""

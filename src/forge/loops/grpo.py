@@ -116,7 +116,7 @@ class GRPOLoop:
     Args:
         plan: what is to be done.
         workers: the services that do it.
-        source: makes the groups that are trained on; None for `make_source`.
+        source: makes the groups that are trained on; `make_source` gives the one of `run_grpo`.
         stop: says when the run is asked to end.
         clock: seconds, for the time between two checkpoints and for throughput.
     """
@@ -125,13 +125,13 @@ class GRPOLoop:
         self,
         plan: GRPOPlan,
         workers: Workers,
-        source: RolloutSource | None = None,
+        source: RolloutSource,
         *,
         stop: Stop | None = None,
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         self._plan, self._config, self._workers = plan, plan.config, workers
-        self._stop, source = stop or Stop(), source or make_source(plan, workers)
+        self._stop = stop or Stop()
         self._credit = agent_credit(self._config, plan.program)
         self._buffer = ReplayBuffer(
             plan.rollout,

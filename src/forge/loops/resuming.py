@@ -312,6 +312,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def where_it_stopped(step: int, folder: Path) -> str:
     """Say after which step a run ended, and what `--resume` continues after."""
     saved = saved_step(folder)
-    option = "checkpointing.resume=auto" if is_notebook() else "--resume"
-    kept = "there is no checkpoint yet" if saved is None else f"{option} continues after step {saved}"
+    if saved is None:
+        kept = "there is no checkpoint yet"
+    elif is_notebook():
+        kept = f"checkpointing.resume=auto continues after step {saved}"
+    else:
+        kept = f"--resume continues after step {saved}"
     return f"stopped after step {step}; {kept}"

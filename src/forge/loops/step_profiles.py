@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge.config.record import ProfileConfig
-from forge.errors import ForgeError
 from forge.loops.step_commands import StepCommands
 from forge.observe.torch_profile import ProfileOptions, write_profile
 from forge.runtime.profiling import OpenProfiles, finish_profiles, start_profiles
@@ -61,8 +60,8 @@ class StepProfiles:
         try:
             found = await finish_profiles(profiles)
             files = [self._write(name, data) for name, data in sorted(found.items())]
-        except (ForgeError, OSError, RuntimeError) as error:
-            profiles.failed["all"] = str(error)
+        except Exception as error:  # noqa: BLE001 - the profiler's own
+            profiles.failed["all"] = str(error) or type(error).__name__
             files = []
         for name, why in profiles.failed.items():
             _log.warning("step %d: no profile of %s: %s", self._step, name, why)

@@ -48,7 +48,7 @@ from forge.rollout.ledger import recording
 from forge.runtime.lifetime import run
 from forge.trainer import schedules
 from forge.trainer.checkpoint_folder import WriterLock
-from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
+from forge.trainer.handles import TrainerHandle, death_of, is_rank, open_trainer
 from forge.trainer.recovering import RecoveringTrainer
 from forge.types import Batch, Evaluated, StepResult
 
@@ -100,11 +100,14 @@ async def _drive(
         reference = prepared.kind.open_reference(config, prepared, trainer, should_stop=lambda: stop.is_asked)
         async with reference as complete:
             result = _not_started(loop) if complete is None else await loop.run(trainer, complete)
-    except BaseException as failure:
+    except BaseException as error:
+        failure = await death_of(trainer, error) if isinstance(error, ServiceStopped) else error
         loop.close(failure)
         with contextlib.suppress(ActorFailure, ServiceStopped):  # of a lost trainer; what it died of is raised
             await trainer.close()
-        raise
+        if failure is error:
+            raise
+        raise failure from error
     loop.close()
     await trainer.close()
     return result

@@ -7,13 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TextIO
 
 from forge.observe import lines, step_lines
 from forge.observe.displays import Display, StepBar
 from forge.observe.lines import rollout_line, train_line
+from forge.observe.logs.setup import is_quiet
 from forge.observe.monitor import current_monitor
 from forge.observe.panel import Panel, panel_is_possible
+from forge.observe.printing import drain, print_patiently
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
 from forge.observe.step_lines import WIDTH, plain_line, step_line
 from forge.observe.terminal import print_above
@@ -30,7 +33,7 @@ class ConsoleSink:
     (`forge.observe.monitor`). It is there when `progress` is None and both streams are terminals: a line on its way
     through a pipe and a panel on the terminal would run into each other. With `progress` true, a bar takes its place
     where there is no terminal. `stream` takes the place of both streams. Where a stream is closed, or is no longer read
-    (`| head`), nothing more is printed, and the run continues.
+    (`| head`), nothing more is printed, and the run continues. After `-q` nothing is.
 
     `style` is `step`, or `episode` for the lines that tools know from elsewhere: `Episode 1 | Avg Reward: 0.75 | KL
     Divergence: 0.12`, `Epoch 1/10 | Step 100 | Loss: 2.45 | LR: 0.0001`.
@@ -50,7 +53,7 @@ class ConsoleSink:
         self._log_interval, self._style = log_interval, style
         self._num_epochs, self._total_steps = num_epochs, total_steps
         self._stream = stream
-        self._closed = self._is_muted = False
+        self._closed, self._is_muted = False, stream is None and is_quiet()
         self._pace = Pace(total_steps)
         self._display, self._is_shared = _open_display(progress, stream)
         if self._display is not None:
@@ -61,8 +64,9 @@ class ConsoleSink:
             raise closed_error(self)
         if self._is_muted:
             return
+        streams = (sys.stdout, sys.stderr) if self._stream is None else ()
         try:
-            self._show(step, values)
+            print_patiently(partial(self._show, step, dict(values)), *streams)
         except OSError as error:
             self._mute(error)
 
@@ -76,6 +80,7 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._closed = True
+        drain()
         if self._display is not None and not self._is_muted and not self._is_shared:
             self._display.close()
 
@@ -128,9 +133,10 @@ class ConsoleSink:
     def _width(self) -> int:
         """How wide a line may be: as the terminal, or 80 where there is none."""
         try:
-            return max(20, os.get_terminal_size((self._stream or sys.stdout).fileno()).columns)
+            columns = os.get_terminal_size((self._stream or sys.stdout).fileno()).columns
         except (OSError, ValueError, AttributeError):
             return WIDTH
+        return max(20, columns) if columns else WIDTH  # a terminal that does not know its size says 0
 
     def _print(self, line: str) -> None:
         if self._display is not None:

@@ -133,7 +133,10 @@ class FaultFile:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._has_failed = False
         if not is_resumed and path.exists():  # of another run
-            os.replace(path, path.with_name(f"{path.stem}.discarded{path.suffix}"))
+            try:
+                os.replace(path, path.with_name(f"{path.stem}.discarded{path.suffix}"))
+            except OSError as error:
+                self._give_up(error)
 
     def write(self, step: int, faults: Iterable[FaultRecord]) -> None:
         """Add faults that were noticed after so many steps."""
@@ -172,7 +175,12 @@ class FaultFile:
             return
         try:
             with self._path.open("ab", buffering=0) as file:
-                file.write("".join(f"{line}\n" for line in lines).encode())
+                left = memoryview("".join(f"{line}\n" for line in lines).encode())
+                while left:  # a write may take a part, on a full disk
+                    left = left[file.write(left) :]
         except OSError as error:
-            self._has_failed = True
-            _log.warning("writing %s failed; the run continues without it: %s", self._path, error)
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._has_failed = True
+        _log.warning("writing %s failed; the run continues without it: %s", self._path, error)

@@ -42,15 +42,27 @@ def read_gauges() -> dict[str, float]:
     """Return the gauges of this process. One that cannot be read is left out, and logged once."""
     found: dict[str, float] = {}
     with _guard:
-        known = list(_gauges.items())
+        known = [(weakref.ref(owner), read) for owner, read in _gauges.items()]
     for owner, read in known:
-        try:
-            add_up(found, read(owner))
-        except Exception:  # noqa: BLE001 - no gauge is worth a run
-            with _guard:
-                _gauges.pop(owner, None)
-            _log.warning("the gauges of %s cannot be read, and are left out", type(owner).__name__, exc_info=True)
+        add_up(found, _read(owner, read))
     return found
+
+
+def _read(reference: weakref.ref[Any], read: Callable[[Any], Mapping[str, float]]) -> Mapping[str, float]:
+    """Return the gauges of one owner; nothing where it is gone, or where they cannot be read.
+
+    A traceback that is logged may be kept with its frames: these have no other owner among their variables.
+    """
+    owner = reference()
+    if owner is None:
+        return {}
+    try:
+        return {str(name): float(value) for name, value in read(owner).items()}
+    except Exception:  # noqa: BLE001 - no gauge is worth a run
+        with _guard:
+            _gauges.pop(owner, None)
+        _log.warning("the gauges of %s cannot be read, and are left out", type(owner).__name__, exc_info=True)
+        return {}
 
 
 def add_up(total: dict[str, float], values: Mapping[str, float]) -> None:

@@ -41,6 +41,11 @@ class LiveRows(Live):
             redirect_stderr=takes_streams,
         )
 
+    def start(self, refresh: bool = False) -> None:
+        """Start drawing. The cursor stays visible: after `kill -9` nothing could show it again."""
+        super().start(refresh)
+        self.console.show_cursor(True)
+
     def _draw(self) -> Group:
         rows = list(self._rows())[: self.console.height]
         self._next = [row.cell_len for row in rows]

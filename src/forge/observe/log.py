@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from forge.errors import ConfigError, DataError
+from forge.observe.secrets import without_secrets
 from forge.observe.sink import LinkSink, Sink, Table, TableSink, Value
 from forge.registry import SINKS, call
 
@@ -185,13 +186,16 @@ def make_sinks(
 ) -> MetricsLog:
     """Open the sinks that a configuration asks for; they write metrics.jsonl, tensorboard/ and wandb/ into `folder`.
 
-    `run` is the whole configuration, which trackers show, with its name and tags. `resume_step` is the step of the
-    checkpoint that the run resumes from, None for a new run. A sink is called with its arguments, and with those that
-    its signature names of `folder`, `project`, `run_name`, `config`, `tags`, `resume_step`, `total_steps` and
-    `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
+    `run` is the whole configuration, which trackers show without its secrets, with its name and tags. `resume_step` is
+    the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its arguments, and
+    with those that its signature names of `folder`, `project`, `run_name`, `config`, `tags`, `resume_step`,
+    `total_steps` and `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked
+    for it.
     """
     place = Path(folder)
-    described = () if run is None else (run.run.name, flat_values(run.model_dump(mode="json")), run.run.tags)
+    described = (
+        () if run is None else (run.run.name, flat_values(without_secrets(run.model_dump(mode="json"))), run.run.tags)
+    )
     name, values, tags = described or ("run", {}, ())
     given = (place, config.project, name, values, tags, resume_step, total_steps, num_epochs)
     offered: dict[str, object] = dict(zip(_OFFERED, given, strict=True))

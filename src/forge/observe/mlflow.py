@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from forge.errors import ConfigError
 from forge.observe.background import Background
+from forge.observe.secrets import without_passwords
 from forge.observe.sink import Table, Value, closed_error
 
 URI_VARIABLE: Final = "MLFLOW_TRACKING_URI"
@@ -57,9 +58,9 @@ class MlflowSink:
             self._describe(config or {}, tags)
         except Exception as error:  # noqa: BLE001 - whatever it was, the run cannot be tracked
             raise ConfigError(
-                f"MLflow cannot be used: {' '.join(str(error).split())[:400]}",
+                f"MLflow cannot be used: {without_passwords(' '.join(str(error).split()))[:400]}",
                 path="metrics.sinks",
-                value=uri,
+                value=without_passwords(uri),
                 rule="a tracking server that answers, or a store that can be written",
                 repair=f"set {URI_VARIABLE}, or leave it unset for a local store; or remove the sink `mlflow`",
             ) from None

@@ -6,8 +6,8 @@
         monitor.do("training")
         monitor.started()     # the first step was taken
 
-On a terminal this is a panel; otherwise the start is told in lines on standard error. A run that is started inside
-another one is shown by that one.
+On a terminal this is a panel. In a notebook the start has a place below the cell that changes; elsewhere it is told in
+lines on standard error. A run that is started inside another one is shown by that one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from forge.log_levels import FORMAT_VARIABLE
 from forge.observe.logs.setup import is_quiet
@@ -27,6 +28,9 @@ from forge.observe.phases import set_listener
 from forge.observe.startup import CONTROLLER, StartPhase, StartUp, kind_of
 from forge.observe.step_lines import WIDTH, format_clock
 from forge.observe.terminal import print_above
+
+if TYPE_CHECKING:
+    from forge.observe.notebook.start import StartDisplay
 
 _log = logging.getLogger("forge.startup")
 REMIND_S: Final = 15.0
@@ -64,13 +68,15 @@ class RunMonitor:
 
     Args:
         panel: is drawn on; None where there is no terminal.
-        is_shown: whether lines are printed where there is no panel.
+        is_shown: whether the start is shown where there is no panel.
     """
 
     def __init__(self, *, panel: Panel | None, is_shown: bool) -> None:
         self.panel = panel
-        self._lines = StartLines(_print) if is_shown and panel is None else None
+        is_cell = is_shown and _is_notebook()
+        self._lines = StartLines(_print) if is_shown and panel is None and not is_cell else None
         self.startup = StartUp(on_change=None if self._lines is None else self._tell)
+        self._cell = _open_cell(self.startup) if is_cell else None
         self._is_over = threading.Event()
         if panel is not None:
             panel.start_with(self.startup)
@@ -111,8 +117,9 @@ class RunMonitor:
         _log.info("%s", line)
         if self.panel is not None:
             self.panel.end_start()
-            self.panel.print(line)
-        elif self._lines is not None:
+        if self._cell is not None:
+            self._cell.end(line)
+        if self.panel is not None or self._lines is not None:
             _print(line)
 
     def end_start(self) -> None:
@@ -125,6 +132,8 @@ class RunMonitor:
         """Show nothing more."""
         self._is_over.set()
         self.startup.fail()
+        if self._cell is not None:
+            self._cell.end(f"The run ended before its first step, after {format_clock(self.startup.elapsed_s)}")
         if self.panel is not None:
             self.panel.close()
 
@@ -140,6 +149,20 @@ def shown_start() -> Iterator[RunMonitor]:
 def _print(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # standard error is closed, or is not read
         print_above(line, to_stderr=True)
+
+
+def _is_notebook() -> bool:
+    if "IPython" not in sys.modules:  # and nothing else has to be imported
+        return False
+    from forge.observe.notebook.kernel import is_notebook
+
+    return is_notebook()
+
+
+def _open_cell(startup: StartUp) -> StartDisplay:
+    from forge.observe.notebook.start import StartDisplay
+
+    return StartDisplay(startup)
 
 
 _current: RunMonitor | None = None
@@ -175,7 +198,7 @@ def monitored(*, progress: bool | None = None, is_leader: bool = True) -> Iterat
         yield _current
         return
     is_shown = is_leader and progress is not False and not is_quiet() and os.environ.get(FORMAT_VARIABLE) != "json"
-    panel = Panel() if is_shown and panel_is_possible(progress) else None
+    panel = Panel() if is_shown and not _is_notebook() and panel_is_possible(progress) else None
     monitor = _current = RunMonitor(panel=panel, is_shown=is_shown)
     set_listener(monitor.startup.take)
     try:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _HISTORY: Final = 512
 _REFRESH_S: Final = 0.5
-_SHORTEST_S: Final = 0.1
 
 
 def panel_is_possible(progress: bool | None) -> bool:
@@ -39,6 +38,8 @@ def panel_is_possible(progress: bool | None) -> bool:
     streams = (sys.stdout, sys.stderr)
     if any(stream is None or not stream.isatty() for stream in streams):
         return False
+    if progress is None and os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False  # what it draws would be kept as lines
     return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
@@ -78,9 +79,8 @@ class Panel:
         self._num_failed = 0
         self._lost: dict[str, int] = {}
         self._startup: StartUp | None = None
-        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._console = Console(file=stream or sys.stderr, highlight=False, emoji=False)
         self._refreshes = refresh_s > 0
-        self._refreshed_s = float("-inf")
         self._live = LiveRows(self._console, self._rows, refresh_s=refresh_s, takes_streams=stream is None)
         self._finish = weakref.finalize(self, _stop, self._live)  # the cursor comes back however the program ends
         self._live.start()
@@ -122,10 +122,8 @@ class Panel:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Draw the panel anew, where that was not done a moment ago: a run may take many steps a second."""
-        now = self._clock()
-        if not self._refreshes or now - self._refreshed_s >= _SHORTEST_S:
-            self._refreshed_s = now
+        """Draw the panel anew, unless it does so by itself: a run does not wait for a terminal that is not read."""
+        if not self._refreshes:
             self._live.refresh()
 
     def do(self, activity: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,9 @@ from forge.observe.fault_records import FaultRecord, drain_faults
 from forge.observe.gauges import read_gauges
 from forge.observe.tracing import Process, this_process
 from forge.observe.usage import ProcessUse, measure_use
+
+_log = logging.getLogger("forge.observe")
+_has_failed = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,19 @@ def own_status(*, with_use: bool, except_for: Collection[int] = ()) -> ProcessSt
     return ProcessStatus(
         this_process(),
         wall_s(),
-        measure_use(except_for=except_for) if with_use else None,
+        _use(except_for) if with_use else None,
         read_gauges() if with_use else {},
         tuple(drain_faults()),
     )
+
+
+def _use(except_for: Collection[int]) -> ProcessUse | None:
+    """Return what this process uses; None where that cannot be known, which is logged once."""
+    global _has_failed
+    try:
+        return measure_use(except_for=except_for)
+    except Exception:  # noqa: BLE001 - the driver's own; a process that cannot be measured still reports
+        if not _has_failed:
+            _log.warning("what this process uses cannot be measured, and is left out", exc_info=True)
+        _has_failed = True
+        return None

@@ -7,6 +7,7 @@ It has the form of a metrics file, and `read_jsonl` reads it:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -94,4 +95,5 @@ class SystemLog:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # some file systems report only now that they are full
+                self._file.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import tempfile
 import threading
@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from forge.errors import OptionError
 
-_log = logging.getLogger("forge.observe")
 MAX_BYTES: Final = 256 << 20
 """The largest profile that is returned, compressed."""
 
@@ -58,9 +57,13 @@ class TorchProfile:
         )
         self._profile.start()
         self._is_recording = True
-        self._timer = threading.Timer(options.max_seconds, lambda: self._thread.submit(self._stop))
+        self._timer = threading.Timer(options.max_seconds, self._stop_late)
         self._timer.daemon = True
         self._timer.start()
+
+    def _stop_late(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is finished at this moment
+            self._thread.submit(self._stop)
 
     def _stop(self) -> None:
         if self._is_recording:
@@ -91,18 +94,27 @@ class TorchProfile:
         finally:
             self._thread.shutdown(wait=False)
 
+    def discard(self) -> None:
+        """Stop, and forget what was recorded."""
+        assert self._timer is not None
+        self._timer.cancel()
+        try:
+            self._thread.submit(self._stop).result()
+        finally:
+            self._thread.shutdown(wait=False)
+
 
 _under_way: TorchProfile | None = None
 _guard = threading.Lock()
 
 
 def start_profile(options: ProfileOptions) -> None:
-    """Start to profile this process. One that is under way is given up."""
+    """Start to profile this process. A profile that is under way is discarded."""
     global _under_way
     with _guard:
         before, _under_way = _under_way, None
     if before is not None:
-        before.finish()
+        before.discard()
     profile = TorchProfile(options)
     with _guard:
         _under_way = profile

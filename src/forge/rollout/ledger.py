@@ -10,7 +10,6 @@ groups that were dropped after the last step of a run, whose lines are written w
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 from collections import Counter
@@ -38,15 +37,17 @@ def recording(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def append(file: FileIO, data: bytes, *, sync: bool = False) -> None:
-    """Append to an unbuffered file, all of it or nothing. On a full disk a write may take a part without an error.
+    """Append to an unbuffered file, all of it or nothing. A write may take a part without an error: the next one says
+    why, such as that the disk is full.
 
     With `sync` it is written through to the disk.
     """
     start = os.fstat(file.fileno()).st_size
     with recording(os.fsdecode(file.name)):
         try:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, "only a part of the lines was written")
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
             if sync:
                 os.fsync(file.fileno())
         except OSError:

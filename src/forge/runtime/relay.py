@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from forge.observe.logs.records import from_fields
 from forge.observe.logs.setup import show_record
-from forge.observe.terminal import print_above
+from forge.observe.terminal import print_above, without_controls
 from forge.runtime.control import post
 
 _log = logging.getLogger("forge.runtime")
@@ -83,7 +83,7 @@ class Relay:
                     show_record(from_fields(record, process=process))
                 message = json.loads(data) if data else {"output": ()}
                 for line in message["output"]:
-                    print_above(f"[{message['process']}] {line}", to_stderr=True)
+                    print_above(f"[{message['process']}] {without_controls(line)}", to_stderr=True)
             except (ValueError, KeyError, TypeError) as error:
                 _log.debug("a message for the console cannot be read: %s", error)
             except OSError:  # the console is closed

@@ -63,7 +63,7 @@ class OpenedParts:
     def take_relay(self) -> bool:
         """Read what is on other hosts through the relay of this one, if it has one. Return whether it has."""
         remote = [source for source in self.sources if source.holder is not None and source.holder.transport == "tcp"]
-        if not remote or is_direct() or "shm" not in self._client.transports():
+        if not remote or self._lease.is_direct or is_direct() or "shm" not in self._client.transports():
             return False
         self._route = self._find_route(())
         if self._route is not None:

@@ -191,6 +191,8 @@ class Lease:
     version: Version
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Those of the version's layouts that the reader did not have."""
+    is_direct: bool = False
+    """Whether the run says that readers get it from where it was published, and share nothing."""
 
 
 @dataclass(frozen=True, slots=True)

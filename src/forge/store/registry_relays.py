@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from forge.errors import StoreError
-from forge.store.records import Relay, Route, memory_label
+from forge.store.records import Acquire, Lease, Relay, Route, memory_label
 from forge.store.registry_pins import PinningRegistry
 from forge.store.registry_state import (
     Key,
@@ -59,6 +59,10 @@ class RelayingRegistry(PinningRegistry):
     def set_distribution(self, distribution: Distribution) -> None:
         """Set whether readers of a host share what comes from other hosts (`auto`), or each get it (`direct`)."""
         self.distribution = distribution
+
+    def acquire(self, session: int, request: Acquire) -> Lease:
+        """Give a reader a version, and say whether it may share what comes from other hosts."""
+        return replace(super().acquire(session, request), is_direct=self.distribution == "direct")
 
     def route(self, lease: int, reader: Relay, failed: Collection[int] = ()) -> Route | None:
         """Return how the version of a lease gets to a reader that could relay it; None where it is read directly.

@@ -230,7 +230,10 @@ class RelayCopies:
         """For each memory, the copy that is in it."""
         self._free: dict[int, dict[int, Segment]] = {}
         """For each memory, segments by rank that were used by an earlier copy."""
+        self._dropped: deque[int] = deque(maxlen=256)
+        """The memories that were dropped last."""
         self._tickets = itertools.count(1)
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def want(self, key: str, relay: Relay, upstreams: Sequence[Relay], parts: Sequence[PartRanges]) -> list[Wanted]:
@@ -243,8 +246,12 @@ class RelayCopies:
         return wanted
 
     def _use(self, relay: Relay) -> None:
-        """Use a memory for a copy: that of an earlier version, which nobody reads, makes room."""
-        former = self._uses.get(relay.memory)
+        """Use a memory for a copy: that of an earlier version, which nobody reads, makes room. `NotHere` if the memory
+        was dropped, or has a later copy, which may be in use: a request can be older than what the registry did since.
+        """
+        former = self._uses.get(relay.memory, 0)
+        if self._is_closed or relay.memory in self._dropped or relay.copy < former:
+            raise NotHere("a version that is not needed any more was released", value=relay.copy)
         if former == relay.copy:
             return
         self._uses[relay.memory] = relay.copy
@@ -311,6 +318,7 @@ class RelayCopies:
         """Release a memory, with the copy that is in it."""
         with self._changed:
             used = self._uses.pop(memory, None)
+            self._dropped.append(memory)
             segments = list(self._free.pop(memory, {}).values())
             for name in [name for name in self._copies if name[0] == used]:
                 copy = self._copies.pop(name)
@@ -320,5 +328,9 @@ class RelayCopies:
             self._pool.drop(segment.name)
 
     def close(self) -> None:
-        for memory in list(self._uses):
+        """Release everything. Nothing is relayed any more."""
+        with self._changed:
+            self._is_closed = True
+            memories = list(self._uses)
+        for memory in memories:
             self.drop(memory)

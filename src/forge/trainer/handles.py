@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from forge.config import DistributedConfig, RecoveryConfig, TrainerConfig, WorkerConfig
+from forge.errors import ActorFailure, ForgeError, ServiceStopped
 from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.actor import Trainer
 from forge.types import Batch, Evaluated, StepResult
@@ -311,6 +312,17 @@ async def open_trainer(
 
     rules, crashes = recovery
     return await recovering(RecoverySetup("trainer", start, rules, config.checkpoint_dir, crashes))
+
+
+async def death_of(trainer: TrainerHandle, failure: ServiceStopped) -> ForgeError:
+    """Return what a trainer died of where a call found it dead already; else the failure of the call."""
+    if not isinstance(trainer, ServiceTrainer) or failure.path != trainer.service.name:
+        return failure
+    replicas = (await trainer.service.get_metrics()).replicas
+    reasons = [replica.last_failure for replica in replicas if replica.last_failure]
+    if not reasons:
+        return failure
+    return ActorFailure(f"{trainer.service.name} was lost before this call: {reasons[0]}", path=failure.path)
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:

@@ -7,9 +7,9 @@ steps; until then the page's request waits.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +104,7 @@ def _without_ok(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return value is None or isinstance(value, str) or is_number
 
 

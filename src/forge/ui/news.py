@@ -93,6 +93,8 @@ class _Followed:
         rows = run.rows()
         if self._after is None or run.is_partial or self._table != run.table_id or not len(rows):
             return []
+        if self._after > rows.steps[-1]:  # it has nothing of these
+            return []
         start, end = rows.between(self._after, None)
         self._after = float(rows.steps[-1])
         if end - start > _MAX_ROWS:

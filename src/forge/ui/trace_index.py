@@ -67,7 +67,8 @@ class TraceIndex:
     def _start_over(self) -> None:
         self.names, self.overview = TraceNames(), TraceOverview()
         self.generation = getattr(self, "generation", 0) + 1
-        self.end_us = 0.0
+        self.start_us = self.end_us = 0.0
+        """When the first span began, and the last one ended."""
         self.num_spans = 0
         self._blocks: list[_Block] = []
         self._kept: OrderedDict[int, Spans] = OrderedDict()
@@ -144,6 +145,7 @@ class TraceIndex:
             if len(spans):
                 first, last = float(spans.start.min()), float(spans.end.max())
                 self._blocks.append(_Block(self._offset + place, len(part), first, last, len(spans)))
+                self.start_us = min(self.start_us, first) if self.num_spans else first
                 self.end_us = max(self.end_us, last)
                 self.num_spans += len(spans)
                 self.overview.add(spans)

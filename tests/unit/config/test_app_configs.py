@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = sorted((ROOT / "apps").rglob("*.yaml"))
+FILES = sorted(path for path in (ROOT / "apps").rglob("*.yaml") if "recorded" not in path.parts)
+HEALTHY = ROOT / "apps" / "diagnosis" / "healthy.yaml"
 SCHEMAS: dict[str, type[ForgeConfig]] = {
     "sft": SFTConfig,
     "vllm": PolicyConfig,
@@ -51,9 +53,17 @@ def schema_of(path: Path) -> type[ForgeConfig]:
         return {"teacher": SFTConfig, "tiny_onpolicy": GRPOConfig, "qwen3_onpolicy": GRPOConfig}.get(
             path.stem, DistillConfig
         )
+    if path.parent.name == "diagnosis":
+        return SFTConfig if path.name == "sft.yaml" else GRPOConfig
     if path.parent.name == "rlhf":
         return next(schema for stage, schema in STAGES.items() if path.name.endswith(f"_{stage}"))
     return SCHEMAS[path.parent.name]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a configuration: those of runs that fail change something about one that does not."""
+    is_change = path.parent == HEALTHY.parent and path not in (HEALTHY, HEALTHY.with_name("sft.yaml"))
+    return [HEALTHY, path] if is_change else [path]
 
 
 def comment(path: Path) -> str:
@@ -64,7 +74,7 @@ def comment(path: Path) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_is_valid(name: str) -> None:
     path = ROOT / "apps" / name
-    config = load(schema_of(path), files=[path])
+    config = load(schema_of(path), files=files_of(path))
     assert config.run.name
     assert config.model.preset or config.model.path
 
@@ -82,11 +92,12 @@ def test_the_commands_in_its_comments_are_valid(name: str) -> None:
     text = re.sub(r"\\\n", " ", comment(ROOT / "apps" / name))
     for command in re.findall(r"\bforge (?:run|plan|distill|job \w+) ([^`|>\n]*)", text):
         words = shlex.split(command)
+        named = [following for word, following in pairwise(words) if word == "--config"]
         recipe = next(word for word in words if "/" in word and "=" not in word)
-        config = ROOT / "apps" / f"{recipe}.yaml"
-        assert config.is_file(), command
+        files = [ROOT / name for name in named] or [ROOT / "apps" / f"{recipe}.yaml"]
+        assert all(file.is_file() for file in files), command
         overrides = [word for word in words if "=" in word]
-        load(schema_of(config), files=[config], overrides=overrides)
+        load(schema_of(files[-1]), files=files, overrides=overrides)
     for path in re.findall(r"\bapps/[\w/]+\.\w+", text):
         assert (ROOT / path).is_file()
 

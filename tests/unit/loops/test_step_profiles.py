@@ -101,6 +101,19 @@ def test_a_profile_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: p
     assert [record.message.partition(":")[0] for record in caplog.records] == ["step 1", "step 2"]
 
 
+def test_an_error_of_the_profiler_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: object) -> bytes:
+        raise AssertionError("the profiler has nothing")
+
+    monkeypatch.setattr("forge.observe.torch_profile.TorchProfile._finish", fail)
+    _, profiles = make(tmp_path, steps=(1,))
+    asyncio.run(take_steps(profiles, 1, 2))
+    assert caplog.messages == ["step 1: no profile of all: the profiler has nothing"]
+    assert not (tmp_path / "profiles").exists()
+
+
 @pytest.mark.parametrize(
     ("section", "key"), [({"steps": (0,)}, "steps"), ({"workers": ()}, "workers"), ({"max_seconds": 0}, "max_seconds")]
 )

@@ -67,7 +67,7 @@ def test_a_run_is_shown_from_its_start_to_its_end() -> None:
     terminal = Terminal(START)
     terminal.until("seen data")
     shown(terminal, ["starting 0:00", "  run  reading model and data  0:00"])
-    assert not terminal.is_cursor_shown
+    assert terminal.is_cursor_shown, "kill -9 could not bring it back"
     terminal.go()
     starting = ["  trainer       starting  0:00", "  generator ×2  starting  0:00", "  rewards       starting  0:00"]
     shown(terminal, ["starting 0:00  step 0/200", *starting])
@@ -154,6 +154,17 @@ def test_the_terminal_is_as_it_was_however_the_program_ends(program: str, exit_c
         assert not any(line.startswith("starting") for line in lines), "what was starting is gone; the error says why"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+def test_a_signal_that_ends_the_program_leaves_the_cursor_visible(number: signal.Signals) -> None:
+    terminal = Terminal(START)
+    terminal.until("starting 0:")
+    terminal.process.send_signal(number)
+    code, lines = terminal.end()
+    assert code == -number
+    assert terminal.is_cursor_shown
+    assert any(line.startswith("starting") for line in lines), "there was a panel"
+
+
 def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     terminal = Terminal(START)
     terminal.until("seen data")
@@ -180,14 +191,21 @@ def test_no_color_leaves_colors_out_and_ascii_leaves_unicode_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "has_lines"),
-    [({"TERM": "dumb"}, True), ({"FORGE_VERBOSITY": "-1"}, False), ({"FORGE_LOG_FORMAT": "json"}, False)],
+    ("env", "has_lines", "num_steps"),
+    [
+        ({"TERM": "dumb"}, True, 3),
+        ({"CI": "true"}, True, 3),
+        ({"FORGE_VERBOSITY": "-1"}, False, 0),
+        ({"FORGE_LOG_FORMAT": "json"}, False, 3),
+    ],
 )
-def test_a_dumb_terminal_gets_lines_and_who_wants_less_gets_less(env: dict[str, str], has_lines: bool) -> None:
+def test_a_dumb_terminal_gets_lines_and_who_wants_less_gets_less(
+    env: dict[str, str], has_lines: bool, num_steps: int
+) -> None:
     terminal = Terminal(START, env=env, columns=80, rows=60)
     code, lines = terminal.end()
     assert code == 0
     assert b"\x1b[?25l" not in terminal.raw
     assert any(line.startswith("Start 0:") for line in lines) == has_lines
     assert any(line.startswith("Started in ") for line in lines) == has_lines
-    assert sum(line.startswith("Step ") for line in lines) == 3
+    assert sum(line.startswith("Step ") for line in lines) == num_steps

@@ -57,6 +57,7 @@ def test_the_charts_of_a_policy_and_what_no_chart_shows(whole: Path) -> None:
             "Samples per second",
             "Where the time goes",
             "Weight synchronisation",
+            "Weights from other hosts",
             "Step time",
         ],
         "More": ["evaluation/num_prompts", "runtime/queue_depth"],

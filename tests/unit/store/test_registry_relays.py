@@ -263,7 +263,10 @@ def test_the_number_of_a_version_that_was_taken_back_may_be_another(run: Run) ->
 
 def test_without_distribution_everybody_reads_directly(run: Run) -> None:
     run.publish_version(1)
+    before = run.acquire(2)
     run.relaying.set_distribution("direct")
+    after = run.acquire(2)
+    assert (before.is_direct, after.is_direct) == (False, True)
     assert run.route("b", 2) is None
 
 

@@ -17,6 +17,7 @@ from forge.store.records import HEADER, Holder, Relay, SegmentRecord, copy_label
 from forge.store.relay_copies import FIRST_CHUNK, MOST_CHUNK, NoRoom, RelayCopies, RelayCopy, Wanted, adapted
 from forge.store.relay_sources import LEAST_PACE_S, NoSource, NotHere, PartRanges
 from forge.store.segments import SegmentPool, pack_stamp
+from forge.store.transports.tcp_client import DataClient
 from forge.store.transports.tcp_server import DataServer
 from memory_segments import MemorySegments
 
@@ -83,7 +84,9 @@ class Host:
     def __init__(self, name: str) -> None:
         self.pool = SegmentPool("run")
         self.copies = RelayCopies(self.pool, lambda: SECRET)
-        self.server = DataServer(SECRET, segments=ServedSegments(self.pool, self.copies), on_ask=lambda *_: None)
+        self.questions: list[str] = []
+        segments = ServedSegments(self.pool, self.copies)
+        self.server = DataServer(SECRET, segments=segments, on_ask=lambda name, _: self.questions.append(name))
         self.relay = Relay(name, os.getpid(), 5, self.server.address, copy=7, memory=7)
 
     def want(self, record: SegmentRecord, ranges: Intervals = ALL, *upstreams: Host) -> Wanted:
@@ -209,7 +212,7 @@ def test_what_failed_may_be_wanted_again(origin: Origin, hosts: tuple[Host, Host
     wanted = host.want(gone.record)
     with pytest.raises(NoSource, match=r"the publisher \(pid 1 on host a, tcp:.*could not open the connection"):
         host.finish(wanted)
-    host.copies.drop(7)
+    host.begin_next_version()
     host.finish(host.want(origin.record))
     assert host.content() == cut(origin.data)
 
@@ -347,6 +350,49 @@ def test_memory_that_is_still_written_to_is_not_used_again(origin: Origin, hosts
     assert host.content() == cut(newer.data)
     assert len(host.pool) == 1
     newer.close()
+
+
+def test_a_late_request_does_not_take_memory_from_a_newer_version(origin: Origin, hosts: tuple[Host, Host]) -> None:
+    host, _ = hosts
+    host.finish(host.want(origin.record))
+    late = host.relay
+    newer = Origin(stamp=STAMP + 1)
+    host.begin_next_version()
+    host.finish(host.want(replace(newer.record, stamp=STAMP + 1)))
+    with pytest.raises(NotHere, match="was released"):
+        host.copies.want("policy", late, [], [PartRanges(RANK, origin.record, ALL)])
+    assert host.copy.segment.stamp == STAMP + 1
+    assert host.content() == cut(newer.data)
+    newer.close()
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_late_request_does_not_bring_back_what_was_dropped(
+    origin: Origin, hosts: tuple[Host, Host], *, is_closed: bool
+) -> None:
+    host, _ = hosts
+    if is_closed:
+        host.copies.close()
+    else:
+        host.copies.drop(7)
+    with pytest.raises(NotHere, match="was released"):
+        host.want(origin.record)
+    assert len(host.pool) == 0
+    assert origin.asked == []
+
+
+def test_a_stranger_gets_nothing_from_a_relay(origin: Origin, hosts: tuple[Host, Host]) -> None:
+    host, _ = hosts
+    host.finish(host.want(origin.record))
+    stranger = DataClient(host.server.address, b"another")
+    target = bytearray(16)
+    with pytest.raises(StoreError, match="could not open the connection"):
+        stranger.read(copy_label(7, RANK), [(HEADER, memoryview(target))])
+    with pytest.raises(StoreError, match="could not open the connection"):
+        stranger.ask("relay", ("policy", host.relay, (), [PartRanges(RANK, origin.record, ALL)]))
+    assert not any(target)
+    assert host.questions == []
+    stranger.close()
 
 
 def test_memory_that_does_not_fit_is_not_used_again(origin: Origin, hosts: tuple[Host, Host]) -> None:

@@ -164,6 +164,7 @@ def test_only_a_socket_of_this_user_is_asked(run: Path, tmp_path: Path) -> None:
         ({"run": "run", "command": "set", "values": {}}, 400, "values"),
         ({"run": "run", "command": "set", "values": {"a": [1]}}, 400, "values"),
         (b'{"run": "run", "command": "set", "values": {"a": NaN}}', 400, "values"),
+        ({"run": "run", "command": "set", "values": {"a": 10**400}}, 400, "values"),
         ({"run": "run", "command": "set", "values": {str(n): n for n in range(17)}}, 400, "values"),
         ({"run": "../run", "command": "stop"}, 404, "run"), (b'{"run": "' + b"x" * 70_000 + b'"}', 413, "large"),
     ],

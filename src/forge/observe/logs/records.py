@@ -31,11 +31,11 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object on one line."""
+    """One JSON object on one line; with `is_ascii` for a stream that is not UTF-8."""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, *, is_ascii: bool = False) -> None:
         super().__init__()
-        self._process = process
+        self._process, self._is_ascii = process, is_ascii
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {
@@ -48,12 +48,14 @@ class JsonFormatter(logging.Formatter):
         }
         if (details := _details(record)) is not None:
             fields["exception"] = details
-        return json.dumps(fields, ensure_ascii=False, default=repr)
+        return json.dumps(fields, ensure_ascii=self._is_ascii, default=repr)
 
 
-def make_formatter(format: LogFormat, *, process: str, with_time: bool = False) -> logging.Formatter:
+def make_formatter(
+    format: LogFormat, *, process: str, with_time: bool = False, is_ascii: bool = False
+) -> logging.Formatter:
     """Return the formatter of a handler. `process` is the name of this process, which JSON records have."""
-    return JsonFormatter(process) if format == "json" else LineFormatter(with_time=with_time)
+    return JsonFormatter(process, is_ascii=is_ascii) if format == "json" else LineFormatter(with_time=with_time)
 
 
 class LevelFilter(logging.Filter):

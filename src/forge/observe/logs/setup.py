@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Final
 
 from forge.log_levels import LogFormat, LogLevels, LogOptions, verbosity
@@ -30,7 +31,8 @@ class ConsoleHandler(logging.Handler):
     def __init__(self, options: LogOptions) -> None:
         super().__init__()
         self.options = options
-        self.setFormatter(make_formatter(options.format, process=process_name()))
+        is_ascii = (getattr(sys.stderr, "encoding", None) or "").lower().replace("-", "") != "utf8"
+        self.setFormatter(make_formatter(options.format, process=process_name(), is_ascii=is_ascii))
         self.addFilter(LevelFilter(options.levels))
         if options.format == "text":
             self.addFilter(lambda record: record.name != STARTUP_LOGGER)

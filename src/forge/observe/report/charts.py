@@ -348,6 +348,13 @@ CHARTS: Final = (
     ),
     Chart(
         _SPEED,
+        "Weights from other hosts",
+        (("sync/received_mib", "received"),),
+        "What all generators together fetched over the network for the new weights.",
+        unit="MiB",
+    ),
+    Chart(
+        _SPEED,
         "Step time",
         (("time/step", "step"), ("train/seconds", "optimizer step")),
         "Seconds.",

@@ -21,7 +21,7 @@ class TimelineView {
     this.profiles = make('div', {});
     this.node = make(
       'div', {},
-      make('nav', { class: 'bar', 'aria-label': 'Timeline' }, this.reading, this.filter, this.follow, button('−', 'Zoom out', () => this.zoom(2)), button('+', 'Zoom in', () => this.zoom(0.5)), button('whole run', 'Show the whole run', () => this.show(0, this.end))),
+      make('nav', { class: 'bar', 'aria-label': 'Timeline' }, this.reading, this.filter, this.follow, button('−', 'Zoom out', () => this.zoom(2)), button('+', 'Zoom in', () => this.zoom(0.5)), button('whole run', 'Show the whole run', () => this.show(this.first, this.end))),
       make('div', { class: 'card timelinecard' }, this.legend, this.canvas.node, this.details),
       make('p', { class: 'help' }, 'Drag to zoom, Ctrl and the wheel too; the wheel sideways, ← → or Shift and drag to move; click a span for its arguments. Download ', this.save, ' or the ', this.saveAll, ' for ', make('a', { href: 'https://ui.perfetto.dev', target: '_blank', rel: 'noopener noreferrer', text: 'ui.perfetto.dev' }), '.'),
       this.totals, this.profiles,
@@ -41,6 +41,11 @@ class TimelineView {
 
   get end() {
     return Math.max(this.found?.end || 0, SHORTEST_S);
+  }
+
+  // When the first span began: a process may be much older than its run.
+  get first() {
+    return this.found?.start || 0;
   }
 
   async begin(query) {
@@ -63,8 +68,8 @@ class TimelineView {
   newest() {
     const { times, steps } = this.run.table;
     const { origin } = this.found;
-    if (origin === null || steps.length <= LAST_STEPS) return 0;
-    return Math.max(0, Math.min(times[times.length - 1 - LAST_STEPS] - origin, this.end - SHORTEST_S));
+    if (origin === null || steps.length <= LAST_STEPS) return this.first;
+    return Math.max(this.first, Math.min(times[times.length - 1 - LAST_STEPS] - origin, this.end - SHORTEST_S));
   }
 
   setFollowing(isFollowing) {
@@ -83,7 +88,7 @@ class TimelineView {
     this.canvas.window = [from, from + length];
     if (!keepsFollowing && from + length < this.end - 0.02 * length) this.setFollowing(false);
     const short = (value) => Number(value.toFixed(6));
-    const place = from === 0 && length >= most ? '' : `${short(from)}~${short(from + length)}`;
+    const place = from <= this.first && from + length >= this.end ? '' : `${short(from)}~${short(from + length)}`;
     this.canvas.canvas.dataset.window = place;
     keep({ t: this.isFollowing ? '' : place });
     this.canvas.refresh();
@@ -159,7 +164,7 @@ class TimelineView {
     const last = this.end;
     const found = await this.ask(0, 1e-3).catch(() => null);
     if (!found || this.isClosed || found.end === last) return;
-    this.found = { ...this.found, end: found.end, progress: found.progress, generation: found.generation };
+    this.found = { ...this.found, start: found.start, end: found.end, progress: found.progress, generation: found.generation };
     const [start, end] = this.canvas.window;
     if (this.isFollowing) this.show(this.newest(), this.end, true);
     else if (end + (end - start) / 2 > last) this.load();
@@ -313,7 +318,7 @@ class TimelineView {
     canvas.addEventListener('pointerup', finish);
     canvas.addEventListener('pointercancel', finish);
     canvas.addEventListener('pointerleave', () => this.point(-1, -1));
-    canvas.addEventListener('dblclick', () => this.show(0, this.end));
+    canvas.addEventListener('dblclick', () => this.show(this.first, this.end));
     canvas.addEventListener('wheel', (event) => {
       const isZoom = event.ctrlKey || event.metaKey;
       const isMove = !isZoom && (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY));
@@ -330,7 +335,7 @@ class TimelineView {
     const acts = {
       ArrowLeft: () => this.move(-0.25), ArrowRight: () => this.move(0.25), '+': () => this.zoom(0.5), '=': () => this.zoom(0.5), '-': () => this.zoom(2),
       ArrowUp: () => { this.canvas.scroller.scrollTop -= 60; }, ArrowDown: () => { this.canvas.scroller.scrollTop += 60; },
-      Escape: () => this.show(0, this.end), '.': () => this.step(1), ',': () => this.step(-1), '/': () => this.filter.focus(), f: () => this.setFollowing(!this.isFollowing),
+      Escape: () => this.show(this.first, this.end), '.': () => this.step(1), ',': () => this.step(-1), '/': () => this.filter.focus(), f: () => this.setFollowing(!this.isFollowing),
     };
     if (!acts[event.key] || !this.found) return;
     event.preventDefault();
