@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from dying_parts import DyingLoss
 from forge.config import GRPOConfig
+from forge.errors import ActorFailure
 from forge.loops.grpo import run_grpo
 from forge.loops.planning import plan_run
 from forge.loops.run_paths import run_dir
@@ -111,6 +112,14 @@ def test_a_trainer_that_is_killed_when_it_has_published_is_restored(whole: GRPOC
     assert metrics(chosen, "recovery/restarts") == [1]
     assert metrics(chosen, "recovery/steps_retrained") == [1], "the last checkpoint is of step 2"
     assert not (tmp_path / "whole" / "ledger.discarded.jsonl").exists()
+
+
+def test_a_trainer_that_is_killed_between_steps_is_named_where_it_is_not_restored(tmp_path: Path) -> None:
+    """What it died of is raised, and not that its service has no replica left."""
+    sink = "metrics.sinks=[{kind: 'killing_sinks:KillTrainer', args: {at_step: 2}}]"
+    chosen = config(tmp_path / "run", "recovery.max_restarts=0", sink)
+    with pytest.raises(ActorFailure, match="rank 0"):
+        asyncio.run(asyncio.wait_for(run_grpo(chosen), LIMIT_S))
 
 
 def test_a_policy_in_one_process_that_is_killed_is_started_again(whole: GRPOConfig, tmp_path: Path) -> None:

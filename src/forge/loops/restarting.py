@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from forge.errors import ServiceStopped
 from forge.loops.planning import GRPOPlan, episode_options
 from forge.loops.preflight import check_grpo
 from forge.loops.results import GRPOResult
@@ -22,6 +23,7 @@ from forge.loops.workers import Workers, start_workers
 from forge.observe.clock import monotonic_s
 from forge.runtime.lifetime import run
 from forge.trainer.deaths import Deaths
+from forge.trainer.handles import death_of
 from forge.trainer.recovering import LOST
 
 if TYPE_CHECKING:
@@ -63,9 +65,12 @@ async def _attempt(plan: GRPOPlan, restarts: Restarts, *, stop: Stop, make_loop:
         loop = restarts.begin(make_loop(plan, workers, stop), plan)
         try:
             result = await loop.run()
-        except BaseException as failure:
+        except BaseException as error:
+            failure = await death_of(workers.trainer, error) if isinstance(error, ServiceStopped) else error
             loop.close(failure)
-            raise
+            if failure is error:
+                raise
+            raise failure from error
         loop.close()
         return result
 

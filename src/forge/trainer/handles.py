@@ -314,15 +314,19 @@ async def open_trainer(
     return await recovering(RecoverySetup("trainer", start, rules, config.checkpoint_dir, crashes))
 
 
-async def death_of(trainer: TrainerHandle, failure: ServiceStopped) -> ForgeError:
+async def death_of(trainer: TrainerHandle | PolicyTrainer, failure: ServiceStopped) -> ForgeError:
     """Return what a trainer died of where a call found it dead already; else the failure of the call."""
     if not isinstance(trainer, ServiceTrainer) or failure.path != trainer.service.name:
         return failure
+    reason = await reason_of_death(trainer)
+    return failure if reason is None else ActorFailure(reason, path=failure.path)
+
+
+async def reason_of_death(trainer: ServiceTrainer) -> str | None:
+    """Return what the processes of a trainer died of, before the call that found them dead; None if it is not known."""
     replicas = (await trainer.service.get_metrics()).replicas
     reasons = [replica.last_failure for replica in replicas if replica.last_failure]
-    if not reasons:
-        return failure
-    return ActorFailure(f"{trainer.service.name} was lost before this call: {reasons[0]}", path=failure.path)
+    return f"{trainer.service.name} was lost before this call: {reasons[0]}" if reasons else None
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from forge.observe.clock import monotonic_s
 from forge.service.calls import is_remote
 from forge.trainer.checkpoint_folder import clean, find_checkpoint
 from forge.trainer.deaths import Deaths
-from forge.trainer.handles import ServiceTrainer
+from forge.trainer.handles import ServiceTrainer, reason_of_death
 from forge.trainer.publishing import readable_digest, take_back
 from forge.trainer.replay_log import SAVE_ID, LoggedSave, LoggedStep, ReplayLog, complete_saves, fingerprint
 from forge.types import Batch, Evaluated, StepResult
@@ -377,12 +377,9 @@ async def _shut_down(trainer: ServiceTrainer) -> None:
 
 async def _death_of(trainer: ServiceTrainer, failure: ActorFailure | ServiceStopped) -> ActorFailure | ServiceStopped:
     """Return the failure of a call, with what the processes died of where it only says that they are gone."""
-    if isinstance(failure, ServiceStopped):
-        replicas = (await trainer.service.get_metrics()).replicas
-        reasons = [replica.last_failure for replica in replicas if replica.last_failure]
-        if reasons:
-            failure.message = f"{trainer.service.name} was lost before this call: {reasons[0]}"
-            failure.args = (failure.message,)
+    if isinstance(failure, ServiceStopped) and (reason := await reason_of_death(trainer)) is not None:
+        failure.message = reason
+        failure.args = (reason,)
     return failure
 
 
