@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from devtools import Page, find_browser, open_browser
 from forge.loops.runtime_changes import RuntimeChange, record_change
 from forge.observe.jsonl import JsonlSink
+from forge.observe.league_table import LEAGUE_TABLE
 from forge.ui.server import UiOptions, UiServer, serve_ui
 from run_folders import HOSTILE, make_grpo_run, make_sft_run, write_metrics
 from ui_serving import LIMIT_S, OFTEN_S
@@ -251,6 +254,47 @@ def test_narrow_and_wide_screens(runs: Path, is_dark: bool) -> None:
         chosen = await page.ask("document.documentElement.dataset.theme")
         await page.open(f"{ui.base_url}/")
         assert await page.ask("document.documentElement.dataset.theme") == chosen
+
+    visit(runs, body)
+
+
+def test_names_and_times_that_a_page_cannot_have_leave_the_others_alone(runs: Path) -> None:
+    """Each of them would end the program of the list, or of the run: an address, a date or a number cannot be made."""
+    write_metrics(runs, 2)  # the folder of runs is one, which a browser's address cannot name
+    odd = os.fsencode(runs) + b"/bytes-\xff"
+    os.mkdir(odd)
+    write_metrics(Path(os.fsdecode(odd)), 2)
+    late = runs / "late"
+    late.mkdir()
+    values = {"train/loss": 1.0, "constructor": 1.0, "__proto__": 2.0, "toString": 3.0}
+    lines = [{"step": step, "time": 1e18, "values": values} for step in (1, 2)]
+    (late / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = {
+        "member": "m",
+        "rating": math.nan,
+        "games": True,
+        "wins": 1,
+        "draws": math.inf,
+        "losses": 0,
+        "win_rate": math.nan,
+    }
+    (late / LEAGUE_TABLE).write_text(json.dumps({"step": 1, "rating": 1.0, "members": [row]}))
+
+    async def body(page: Page, ui: UiServer) -> None:
+        await page.open(ui.url())
+        await page.until("document.querySelectorAll('[data-run]').length === 3")
+        for run in (".", "bytes"):
+            await page.click(f'[data-run^="{run}"] .open')
+            await page.until(f"{chart('Reward')}?.querySelectorAll('.dot').length === 2")
+            await page.open(await page.ask("location.href"))
+            await page.until(f"{chart('Reward')}?.querySelectorAll('.dot').length === 2")
+            await page.press("g")
+            await page.until("document.querySelectorAll('[data-run]').length === 3")
+        await page.click('[data-run="late"] .open')
+        await page.until("document.querySelector('[data-test=league]')?.innerText.includes('–')")
+        await page.click("details.more summary")
+        await page.until(f"{chart('constructor')}?.querySelectorAll('.dot').length === 2")
+        await page.until(f"{chart('__proto__')}?.querySelectorAll('.dot').length === 2")
 
     visit(runs, body)
 

@@ -87,9 +87,10 @@ def decode_line(line: bytes) -> MetricsLine | None:
         return None
     try:
         nonfinite = {name: float(text) for name, text in fields.get("nonfinite", {}).items()}
-    except (AttributeError, TypeError, ValueError):
+        time = float(fields["time"])
+    except (AttributeError, TypeError, ValueError, OverflowError):
         return None
-    return MetricsLine(fields["step"], fields["time"], {**fields["values"], **nonfinite})
+    return MetricsLine(fields["step"], time, {**fields["values"], **nonfinite})
 
 
 def _encode(step: int, now: float, values: Mapping[str, Value]) -> bytes:

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import struct
 import threading
 import warnings
@@ -364,12 +365,14 @@ class WriterLock:
             if resolved in cls._held:  # to open the file here and close it would let go of the lock
                 return LockState(True, f"this process, {os.getpid()}")
             try:
-                file = (folder / LOCK_NAME).open("rb")
+                handle = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return LockState(False, "")
             except OSError:
                 return LockState(None, "")
-            with file:
+            with os.fdopen(handle, "rb") as file:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    return LockState(None, "")
                 text = file.read(256).decode("utf-8", "replace").strip()
                 wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 try:

@@ -83,10 +83,13 @@ def _walk(value: Any, path: Path_) -> Iterator[tuple[Path_, Any]]:
 
 
 def _inline(value: Any) -> str:
-    if isinstance(value, list | dict):
-        text = json.dumps(value, ensure_ascii=False)
-    else:
-        text = write_yaml(value).removesuffix("...\n").strip()
+    try:
+        if isinstance(value, list | dict):
+            text = json.dumps(value, ensure_ascii=False)
+        else:
+            text = write_yaml(value).removesuffix("...\n").strip()
+    except ValueError:  # a number with thousands of digits
+        text = "(cannot be shown)"
     return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]} …"
 
 

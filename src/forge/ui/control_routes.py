@@ -84,7 +84,7 @@ async def _asked(request: web.Request) -> dict[str, Any]:
         raise RequestError("The request must be JSON: Content-Type: application/json.", status=415, code="not_json")
     try:
         found = json.loads(await request.text())
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, LookupError):  # the last of a charset that there is not
         raise RequestError("The request is not valid JSON.", code="not_json") from None
     if not isinstance(found, dict) or not isinstance(found.get("run"), str):
         raise parameter_error("run", "must be the name of a run")

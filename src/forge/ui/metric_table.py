@@ -24,6 +24,8 @@ MAX_COLUMNS: Final = 4_000
 MAX_ODD: Final = 1_000
 """Steps that are remembered for a metric at which it was NaN or infinite."""
 _FIRST_CAPACITY: Final = 256
+_SLACK: Final = MAX_CELLS
+"""So many numbers more there may be while lines are added: pairs are merged when all are, as far as this goes."""
 _MAX_STEP: Final = 1 << 53
 
 Floats = NDArray[np.float32]
@@ -96,10 +98,19 @@ class MetricTable:
         with self._lock:
             for line in lines:
                 if 0 <= line.step < _MAX_STEP and math.isfinite(line.time):
+                    num_new = min(len(line.values.keys() - self._columns.keys()), MAX_COLUMNS - len(self._columns))
+                    self._make_room(self._max_cells + _SLACK, num_new)
                     self._add(line)
             if not self._is_sorted:
                 self._sort()
-            while self._count * (len(self._columns) + 6) > self._max_cells and self._count > 2:
+            self._make_room(self._max_cells, 0)
+
+    def _make_room(self, max_cells: int, num_new: int) -> None:
+        """Merge rows until all columns, and so many new ones, have at most `max_cells` numbers."""
+        while self._count * (len(self._columns) + num_new + 6) > max_cells and self._count > 2:
+            if not self._is_sorted:
+                self._sort()
+            else:
                 self._merge_pairs()
 
     def rows(self) -> TableRows:
@@ -173,6 +184,7 @@ class MetricTable:
         steps = self._steps[:count][order]
         starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
         last = np.r_[starts[1:], count] - 1
+        self._shrink(len(starts))
         for name, column in self._columns.items():
             self._columns[name] = self._padded(_last_known(column[:count][order], starts))
         times, tokens = self._times[:count][order], np.maximum.accumulate(self._tokens[:count][order])
@@ -186,6 +198,7 @@ class MetricTable:
         """Make one row of every two, except the last, which stays as it is."""
         even = (self._count - 1) // 2 * 2
         kept = np.r_[np.arange(1, even, 2), np.arange(even, self._count)]
+        self._shrink(len(kept))
         for name, column in self._columns.items():
             pairs = column[:even].reshape(-1, 2)
             known = ~np.isnan(pairs)
@@ -198,6 +211,10 @@ class MetricTable:
         self._count = len(kept)
         self._merged *= 2
         self.generation += 1
+
+    def _shrink(self, count: int) -> None:
+        """Leave no more room than a table of `count` rows has. `_padded` gives it to each column."""
+        self._capacity = min(self._capacity, max(_FIRST_CAPACITY, 2 * count))
 
     def _padded(self, values: NDArray[N]) -> NDArray[N]:
         """Return values with room behind them for as many rows as the table has."""

@@ -33,7 +33,7 @@ def make_app(hub: Hub, access: Access, *, control: bool = False) -> web.Applicat
     app = web.Application(middlewares=[json_errors("this server"), access.check], client_max_size=_MAX_BODY)
     app[HUB] = hub
     app.on_response_prepare.append(add_headers)
-    for path in ("/", "/run/{run:.+}", "/compare"):
+    for path in ("/", "/run/{run:.*}", "/compare"):
         app.router.add_get(path, _page)
     app.router.add_get("/assets/{name}", _asset)
     app.router.add_get("/api/runs", _runs)

@@ -50,7 +50,7 @@ class RunList:
             if len(found) >= MAX_RUNS:
                 self.is_cut = True
                 break
-            name = folder.relative_to(self.root).as_posix()
+            name = _name(folder.relative_to(self.root))
             found[name] = self._readers.get(name) or SummaryReader(folder, name)
         with self._lock:
             self._readers = found
@@ -115,6 +115,11 @@ def find_runs(root: Path) -> Iterator[Path]:
         if depth < MAX_DEPTH:
             inside = (name for name in sorted(below, reverse=True) if name not in _INSIDE and not name.startswith("."))
             waiting += [(folder / name, depth + 1) for name in inside]
+
+
+def _name(place: Path) -> str:
+    """Return what an address calls a folder: bytes that are not text are spelled out: no address has them."""
+    return os.fsencode(place.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _changed_at(reader: SummaryReader) -> float:

@@ -6,17 +6,17 @@ import datetime
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-
-import yaml
+from typing import Any, Final, TypeGuard
 
 from forge.observe.jsonl import MetricsLine, decode_line
 from forge.observe.report.reading import EVAL_RESULTS, setting_of
 from forge.trainer.checkpoint_folder import LOCK_NAME, WriterLock
 from forge.ui.metric_tail import sample_lines
+from forge.ui.plain_yaml import read_plain_yaml
 from forge.ui.run_files import (
     CONFIG,
     METRICS,
@@ -42,7 +42,6 @@ _AVERAGED: Final = 5
 _MAX_TAGS: Final = 32
 _MAX_WORD: Final = 120
 _EMPTY: Final = RunState("empty")
-_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +180,8 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
     """Return a run's configuration as plain data; nothing where it cannot be read."""
     text = read_text(folder / CONFIG)
     try:
-        found = yaml.load(text or "", Loader=_LOADER)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = read_plain_yaml(text or "")
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -204,25 +203,30 @@ def _with_results(summary: RunSummary, results: Mapping[str, Any] | None) -> Run
     try:
         reward = (results or {})["figures"]["reward"]["value"]
         ended = float((results or {})["time"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return summary
-    is_number = isinstance(reward, int | float) and math.isfinite(reward)
-    value = _short(float(reward)) if is_number else None
+    value = _short(float(reward)) if _is_number(reward) else None
     return replace(summary, metric="reward", value=value, started=ended, changed=ended)
 
 
 def _is_after(event: Mapping[str, Any], began: float | None) -> bool:
     """Return whether an event is of the last start of a run, or later. Its time has whole seconds."""
+    time = event.get("time")
     try:
-        at = datetime.datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
+        at = datetime.datetime.fromisoformat(time if isinstance(time, str) else "").timestamp()
+    except (ValueError, OverflowError):
         return False
     return began is None or at >= began - 1
 
 
 def _value(line: MetricsLine, key: str) -> float | None:
     value = line.values.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _short(value: float) -> float:

@@ -84,7 +84,7 @@ class UiServer:
 
 
 def _place(run: str | None) -> str:
-    return "/" if run is None else f"/run/{quote(run)}"
+    return "/" if run is None else f"/run/{quote(run.encode('utf-8', 'surrogateescape'))}"
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ MAX_SPANS: Final = 20_000
 MAX_MARKS: Final = 30_000
 MAX_STEPS: Final = 400
 _MAX_TOTALS: Final = 1_000
+_FARTHEST_US: Final = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def describe_trace(index: TraceIndex) -> dict[str, Any]:
 
 def view_window(index: TraceIndex, window: Window, steps: TableRows | None) -> dict[str, Any]:
     """Return the spans of a part of a trace; `isCoarse` says that they come from the overview."""
-    start, end = window.start_s * 1e6, window.end_s * 1e6
+    start, end = window.start_s * 1e6, min(window.end_s * 1e6, _FARTHEST_US)
     found = index.spans_between(start, end)
     shown = _coarse(index, start, end, points=window.points) if found is None else _exact(found, window)
     return {

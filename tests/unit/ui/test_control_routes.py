@@ -189,6 +189,7 @@ def test_what_is_no_command_reaches_no_run(run: Path, body: Any, status: int, na
         ({"Origin": "own", "Sec-Fetch-Site": "same-site"}, 403),
         ({"Origin": "http://evil.example", "Authorization": "Bearer wrong"}, 403),
         ({"Origin": "own", "Content-Type": "text/plain"}, 415),
+        ({"Origin": "own", "Content-Type": "application/json; charset=no-such"}, 400),
         ({"Origin": "own", "Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Origin": "own", "Content-Type": "multipart/form-data"}, 415),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agent_folders import make_agent_run
+from forge.ui.compare_view import ComparedRun, compare_configs, compare_runs
 from forge.ui.config_view import view_config
 from forge.ui.decimation import Span, encode_table
 from forge.ui.live_run import LiveRun
@@ -90,8 +94,8 @@ ODD: dict[str, list[object]] = {
     "logprobs": [None, [], "x", [[1]], ["NaN"], [1e400, -1e400]],
     "trainer_logprobs": [None, {}, [True], [None]],
     "versions": [None, [[1]], [[1, 2, 3, 4]], [["x", 0, 1]], [[1 << 80, 0, 1]]],
-    "reward": [None, "1", 1e400, [1], True],
-    "advantage": [None, {}, -1e400],
+    "reward": [None, "1", 1e400, [1], True, 10**400],
+    "advantage": [None, {}, -1e400, 10**400],
     "prompt": [None, 7, [[]], [{"role": {}, "content": [1]}], {}],
     "prompt_id": [None, 5, ["x"], "x" * 100_000],
     "parts": [None, [], {"a": "b"}, {"": None}],
@@ -124,3 +128,72 @@ def test_values_of_other_kinds_are_shown_as_far_as_they_go(tmp_path: Path, kind:
         for value in (None, 5, "x", [], [None], [{"name": {}, "arguments": "x" * 9000}], {}, [[[]]], True):
             path.write_text(json.dumps({**line, "turns": [{**turn, name: value} for turn in line["turns"]]}) + "\n")
             assert show_all(folder) >= 1
+
+
+HUGE = "1" + "0" * 400
+LINE = '{"step": 1, "time": %s, "values": {"train/loss": %s}, "nonfinite": %s}\n'
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [*{below}, *{below}, *{below}, *{below}]\n"
+    for below, name in itertools.pairwise("abcdefghijklmnop")
+)
+HOSTILE = {
+    "a time that no float holds": ("metrics.jsonl", LINE % (HUGE, 1, "{}")),
+    "a metric that no float holds": ("metrics.jsonl", LINE % (1, HUGE, "{}")),
+    "an infinity that no float holds": ("metrics.jsonl", LINE % (1, 1, f'{{"a": {HUGE}}}')),
+    "the time of results": ("results.json", f'{{"time": {HUGE}, "figures": {{"reward": {{"value": 1}}}}}}'),
+    "the reward of results": ("results.json", f'{{"time": 1, "figures": {{"reward": {{"value": {HUGE}}}}}}}'),
+    "a tag that does not fit": ("config.yaml", "a: !!bool x\n"),
+    "an empty number": ("config.yaml", 'a: !!int ""\n'),
+    "a number too long to write": (
+        "config.yaml",
+        f"run: {{name: 0x{'f' * 5000}}}\ntraining: {{max_steps: 0x{'f' * 5000}}}\n",
+    ),
+    "a number of base 60": ("config.yaml", f"a: {':'.join('1' * 400)}.0\n"),
+    "dates in a list": ("config.yaml", "a: [2020-01-01, {2020-01-02: 1}]\n"),
+    "a list that has itself": ("config.yaml", "a: &a [*a]\nb: &b {c: *b}\n"),
+    "values without end": ("config.yaml", LAUGHS),
+    "values nested deep": ("faults.jsonl", f'{{"a": {"[" * 900}NaN{"]" * 900}}}\n'),
+}
+"""What a file can say that parses, and that numbers, recursion or memory do not bear."""
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_nothing_that_a_file_says_ends_the_server(tmp_path: Path, what: str) -> None:
+    name, text = HOSTILE[what]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).write_text(text)
+    summary = SummaryReader(folder, "run").read()
+    strict(to_json(summary.plain()))
+    run = LiveRun(folder)
+    while run.advance():
+        pass
+    strict(to_json(run.describe(summary)))
+    strict(encode_table(run.rows(), Span(points=2)))
+    strict(to_json(view_config(folder, None)))
+    strict(to_json(compare_runs([ComparedRun(run, summary)])))
+    strict(to_json(compare_configs([folder])))
+
+
+@pytest.mark.parametrize("text", ["[" * 400_000, "- " * 400_000, "{a: " * 200_000], ids=["lists", "items", "mappings"])
+def test_a_configuration_that_is_nested_deep_is_not_followed(tmp_path: Path, text: str) -> None:
+    """PyYAML's parser in C follows it until the process has no stack left."""
+    (tmp_path / "config.yaml").write_text(text)
+    code = (
+        "import sys; from pathlib import Path; from forge.ui.run_summary import read_settings\n"
+        "print(read_settings(Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{}\n")
+
+
+def test_a_rollout_that_is_nested_deep_is_left_out(tmp_path: Path) -> None:
+    folder = make_grpo_run(tmp_path / "run", num_steps=1, num_groups=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    line = json.loads(path.read_bytes().splitlines()[0])
+    whole = json.dumps({**line, "prompt": "half \ud800"})
+    deep = whole[:-1] + ', "x": ' + "[" * 900 + "]" * 900 + "}"
+    path.write_text(f"{deep}\n{whole}\n")
+    assert show_all(folder) == 1

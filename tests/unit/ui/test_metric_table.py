@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -114,3 +114,34 @@ def test_clear_begins_another_generation() -> None:
     table.add([line(1, {"a": 1.0})])
     table.clear()
     assert (len(table), table.generation, dict(table.rows().columns)) == (0, 1, {})
+
+
+def memory(table: MetricTable) -> int:
+    """How many numbers of 4 bytes it has room for."""
+    return table._capacity * (len(table._columns) + 6)
+
+
+@pytest.mark.parametrize("wide", [0, 2000, 3999])
+@pytest.mark.parametrize("are_steps_repeated", [False, True])
+def test_the_memory_is_bounded_while_lines_come_too(
+    monkeypatch: pytest.MonkeyPatch, wide: int, are_steps_repeated: bool
+) -> None:
+    """A few lines have many metrics, thousands have none: in one block of a file."""
+    monkeypatch.setattr("forge.ui.metric_table._SLACK", 100_000)
+    table, most = MetricTable(max_cells=100_000), 0
+    lines = [line(step % 2 if are_steps_repeated else step, {"a": 1.0}) for step in range(4000)]
+    lines[wide] = line(lines[wide].step, {f"m{number}": 1.0 for number in range(500)})
+
+    def watched() -> Iterator[MetricsLine]:
+        nonlocal most
+        for each in lines:
+            yield each
+            most = max(most, memory(table))
+
+    table.add(watched())
+    assert most < 4 * 200_000
+    assert memory(table) < 4 * 100_000
+    assert table.rows().steps[-1] == (1 if are_steps_repeated else 3999)
+    if are_steps_repeated:  # the room for rows that are gone is not given to new metrics
+        table.add([line(1, {f"n{number}": 1.0 for number in range(1000)})])
+        assert memory(table) < 4 * 200_000

@@ -149,6 +149,20 @@ def test_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert rows.num_unreadable == 0
 
 
+def test_half_a_line_that_a_killed_run_left_is_no_news(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [1])
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    index = RolloutIndex(tmp_path)
+    rows = whole(index)
+    assert not any(index.advance() for _ in range(3))
+    assert (index.rows().version, index.is_complete) == (rows.version, True)
+    with path.open("ab") as file:
+        file.write(b"x")
+    index.advance()
+    assert (len(index.rows()), index.is_complete) == (len(rows), True)
+
+
 def test_lines_that_are_not_episodes_are_counted(tmp_path: Path) -> None:
     write_rollouts(tmp_path, [1])
     path = tmp_path / "rollouts" / "step_000001.jsonl"

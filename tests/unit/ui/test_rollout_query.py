@@ -166,6 +166,10 @@ def test_histograms_leave_their_own_filter_out(found: Index) -> None:
     assert histograms(rows, conditions(rows, Filters.of({"tool": "none"})))["tokens"] is None
     one = query._histogram(np.array([2.5, 2.5, math.nan]))
     assert one == {"low": 2.5, "high": 2.5, "counts": [2]}
+    for low, high in ((0.3, 0.1 + 0.2), (-1e300, math.nextafter(-1e300, 0)), (0.0, 5e-324), (1.0, 1.0 + 1e-14)):
+        close = query._histogram(np.array([low, high, high]))  # too close for 48 bars
+        assert close is not None
+        assert sum(close["counts"]) == 3
     wide = query._histogram(np.arange(100_000))
     assert wide is not None
     assert (wide["low"], sum(wide["counts"]), len(wide["counts"])) == (-0.5, 100_000, 48)

@@ -34,6 +34,16 @@ def test_runs_are_found_at_any_depth_and_inside_each_other(tmp_path: Path) -> No
     assert found(tmp_path / "first") == {".", "extra"}
 
 
+def test_a_name_that_is_not_text_can_be_in_an_address(tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
+    write_metrics(_made(odd), 1)
+    runs = RunList(tmp_path)
+    runs.scan()
+    (summary,) = runs.summarise()
+    assert summary.id.encode("utf-8") == rb"run-\xff"
+    assert runs.folder(summary.id) == odd
+
+
 def test_a_run_that_has_begun_is_there_before_its_first_step(tmp_path: Path) -> None:
     folder = _made(tmp_path / "new")
     (folder / "config.yaml").write_text("run: {name: new}\n")

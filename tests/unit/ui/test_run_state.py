@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forge.trainer.checkpoint_folder import LockState, WriterLock
+from forge.trainer.checkpoint_folder import LOCK_NAME, LockState, WriterLock
 from forge.ui.run_state import Evidence, has_shared_locks, judge
 from forge.ui.run_summary import SummaryReader
 from run_folders import make_grpo_run, write_metrics
@@ -138,6 +138,22 @@ def test_looking_at_a_lock_does_not_let_go_of_it(tmp_path: Path) -> None:
     lock.release()
     assert WriterLock.look(tmp_path).is_held is False
     assert WriterLock.look(tmp_path / "nothing") == LockState(False, "")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_neither_read_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    """A link would show the beginning of a file that is elsewhere, and a pipe would let the server wait for ever."""
+    (tmp_path / "secret").write_text("a password")
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "link":
+        (run / LOCK_NAME).symlink_to(tmp_path / "secret")
+    else:
+        os.mkfifo(run / LOCK_NAME)
+    program = "import pathlib, sys; from forge.trainer.checkpoint_folder import WriterLock as W\n"
+    program += "print(W.look(pathlib.Path(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", program, run], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(LockState(None, ""))
 
 
 def record(folder: Path, at: float, **fields: Any) -> None:

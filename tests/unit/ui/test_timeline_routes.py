@@ -12,8 +12,10 @@ import pytest
 
 from forge.observe.fault_records import FaultFile, FaultRecord
 from forge.observe.jsonl import JsonlSink
-from forge.observe.tracing import ORIGIN_NS
+from forge.observe.trace_file import TraceFile
+from forge.observe.tracing import ORIGIN_NS, Process, Span
 from forge.ui.timeline_routes import MAX_DOWNLOADS
+from forge.ui.trace_index import BLOCK
 from run_folders import make_grpo_run, write_metrics, write_trace
 from ui_serving import Client, ui_client
 
@@ -65,6 +67,28 @@ def test_the_trace_and_a_part_of_it_can_be_downloaded(run: Path) -> None:
         assert {event["name"] for event in events if event["ph"] == "M"} >= {"process_name", "thread_name", "trace"}
 
     with_ui(run.parent, body)
+
+
+def test_a_part_is_whole_where_a_block_has_nothing_of_it(run: Path) -> None:
+    """Blocks follow each other in the file, not in time: one can reach over a part and have no span in it."""
+    path = run / "trace.json"
+    path.unlink()
+    spans = [made_span(at, [0.0, 9.0][at % 2]) for at in range(4000)] + [made_span(7, 5.0), made_span(8, 1.0)]
+    with TraceFile(path, resume_step=None) as file:
+        file.write(spans)
+    assert path.stat().st_size > 2 * BLOCK
+
+    async def body(client: Client) -> None:
+        async with client.raw("/api/trace", run="a b", start=4, end=6) as answer:
+            events = json.loads(await answer.text())
+        assert [event["args"]["step"] for event in events if event["ph"] == "X"] == [7]
+
+    with_ui(run.parent, body)
+
+
+def made_span(step: int, start_s: float) -> Span:
+    start = ORIGIN_NS + round(1e9 * start_s)
+    return Span("train", start, start + 1000, Process("host", 10, "controller"), "Task", {"step": step, "x": "y" * 100})
 
 
 def test_profiles_are_listed_and_downloaded_by_their_names_alone(run: Path) -> None:

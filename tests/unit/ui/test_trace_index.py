@@ -272,3 +272,11 @@ def test_depths_are_those_of_a_stack() -> None:
     start, length, expected = (np.array([rows[place][column] for place in order]) for column in range(3))
     zeros = np.zeros(len(rows), np.int64)
     assert depths(Spans(start, length, zeros, zeros, zeros)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("max_exact", [1, 1 << 20], ids=["overview", "spans"])
+def test_a_window_may_end_at_the_largest_number(tmp_path: Path, max_exact: int) -> None:
+    write(tmp_path / "trace.json", [made("wait", 0.5, 0.5), made("train", 1.0, 1.0)])
+    view = view_window(index_of(tmp_path / "trace.json", max_exact=max_exact), Window(0.0, 1e308), None)
+    assert view["isCoarse"] is (max_exact == 1)
+    assert view["names"] == ["wait", "train"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import Any, Final
 
 MAX_TURNS: Final = 20_000
@@ -177,7 +177,7 @@ def cut(text: str, limit: int) -> str:
 
 def number(value: object) -> float | None:
     """Return a finite number with six digits; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return None
     return float(f"{value:.6g}")
 

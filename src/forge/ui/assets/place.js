@@ -1,15 +1,18 @@
 // Where the reader is. The address has it, so that it can be kept and sent: the run, the view, the range, the step.
 
+// The run in the folder of runs itself. Browsers leave a dot out of an address.
+const HERE = '.';
+
 function readPlace() {
   const path = decodeURIComponent(location.pathname);
   const query = new URLSearchParams(location.search);
-  const run = path.startsWith('/run/') ? path.slice('/run/'.length) : null;
+  const run = path.startsWith('/run/') ? path.slice('/run/'.length) || HERE : null;
   return { run, page: path === '/compare' ? 'compare' : run === null ? 'runs' : 'run', view: query.get('view') || 'charts', query };
 }
 
 function placeOf(run, query = {}) {
   const known = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ''));
-  const path = run === null ? '/' : `/run/${run.split('/').map(encodeURIComponent).join('/')}`;
+  const path = run === null ? '/' : `/run/${(run === HERE ? '' : run).split('/').map(encodeURIComponent).join('/')}`;
   return known.size ? `${path}?${known}` : path;
 }
 

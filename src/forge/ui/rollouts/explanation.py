@@ -267,4 +267,5 @@ def _whole(value: object) -> int | None:
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number else math.nan  # type: ignore[arg-type]

@@ -53,8 +53,8 @@ class IndexLimits:
 
 @dataclass(slots=True)
 class _File:
-    """A file of rollouts. `order` is its place in time; `offset` says how much of it is in the index, and `inode` which
-    file that was."""
+    """A file of rollouts. `order` is its place in time; `offset` says how much of it is in the index, `size` how
+    long it was then, and `inode` which file that was."""
 
     name: str
     number: int
@@ -63,6 +63,7 @@ class _File:
     mark: int
     inode: int = 0
     offset: int = 0
+    size: int = -1
     is_in_long_line: bool = False
 
 
@@ -252,7 +253,7 @@ class RolloutIndex:
             self._compare(found)
         for file in [file for name in self._unfinished if (file := self._files.get(name)) is not None]:
             with self._folder.open(file.name) as handle:
-                has_more = handle is not None and os.fstat(handle).st_size != file.offset
+                has_more = handle is not None and os.fstat(handle).st_size != file.size
             if has_more and not any(each is file for each in self._waiting):
                 self._waiting.append(file)
 
@@ -323,7 +324,7 @@ class RolloutIndex:
             if file.offset and (facts.st_ino != file.inode or facts.st_size < file.offset):
                 self._forget([file])
                 file.offset, file.is_in_long_line = 0, False
-            file.inode = facts.st_ino
+            file.inode, file.size = facts.st_ino, facts.st_size
             data = read_at(handle, file.offset, _CHUNK)
             if b"\n" not in data and len(data) == _CHUNK:
                 data = read_at(handle, file.offset, MAX_LINE)

@@ -162,8 +162,12 @@ def _parse_start_slowly(data: bytes) -> object:
 
 
 def _parse_slowly(line: bytes) -> object:
-    """Parse what the fast parser refuses: escapes of half a character, which text of a tokenizer may have."""
+    """Parse what the fast parser refuses: escapes of half a character, which text of a tokenizer may have.
+
+    It must accept the line without them: it bounds how deep values are nested.
+    """
     try:
+        from_json(_HALF.sub(rb"\\ufffd", line))
         return json.loads(line)
     except (ValueError, RecursionError):
         return None

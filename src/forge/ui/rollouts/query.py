@@ -191,7 +191,7 @@ def _histogram(values: Array) -> dict[str, Any] | None:
         width = math.ceil((high - low + 1) / _NUM_BINS)
         num_bins, low = math.ceil((high - low + 1) / width), low - 0.5
         high = low + num_bins * width
-    elif low == high:
+    elif high - low <= _NUM_BINS * np.spacing(max(abs(low), abs(high))):  # too close for bars of their own
         return {"low": low, "high": high, "counts": [len(known)]}
     counts, _ = np.histogram(known, bins=num_bins, range=(low, high))
     return {"low": low, "high": high, "counts": counts.tolist()}

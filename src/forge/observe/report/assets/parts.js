@@ -83,6 +83,7 @@ function ledgerTable(ledger) {
 function leagueTable({ members, step }) {
   if (!members) return null;
   const cell = (text) => make('td', { text });
+  const fixed = (value, digits, unit = '') => (typeof value === 'number' ? `${value.toFixed(digits)}${unit}` : '–');
   return make(
     'section', { 'data-test': 'league' }, make('h2', { text: 'League' }),
     make('p', { class: 'help', text: `After step ${step}: games of the live policy against each member. A draw counts half; in the win rate recent games count more.` }),
@@ -90,8 +91,8 @@ function leagueTable({ members, step }) {
       'table', {},
       make('thead', {}, make('tr', {}, ...['opponent', 'Elo', 'games', 'wins', 'draws', 'losses', 'win rate'].map((text) => make('th', { scope: 'col', text })))),
       make('tbody', {}, ...members.map((row) => make(
-        'tr', {}, make('th', { scope: 'row', text: row.member }), cell(row.rating.toFixed(0)), ...[row.games, row.wins, row.draws, row.losses].map((count) => cell(count.toLocaleString('en-US'))),
-        cell(row.win_rate === null ? '–' : `${(100 * row.win_rate).toFixed(1)}%`),
+        'tr', {}, make('th', { scope: 'row', text: row.member }), cell(fixed(row.rating, 0)), ...[row.games, row.wins, row.draws, row.losses].map((count) => cell(count === null ? '–' : count.toLocaleString('en-US'))),
+        cell(row.win_rate === null ? '–' : fixed(100 * row.win_rate, 1, '%')),
       ))),
     )),
   );

@@ -6,6 +6,11 @@ const AXES = {
   tokens: { label: 'tokens', name: 'Tokens' },
 };
 
+// What is looked up by the name of a metric: a metric may be called `constructor`.
+function byMetric(found) {
+  return Object.assign(Object.create(null), found);
+}
+
 class Table {
   constructor(source) {
     this.origin = null;
@@ -13,7 +18,7 @@ class Table {
   }
 
   take({ steps, times, tokens, columns, low, high, nonfinite, stride }) {
-    Object.assign(this, { steps, times: times || [], tokens: tokens || [], columns, low: low || {}, high: high || {}, nonfinite: nonfinite || {}, stride: stride || 1 });
+    Object.assign(this, { steps, times: times || [], tokens: tokens || [], columns: byMetric(columns), low: byMetric(low), high: byMetric(high), nonfinite: byMetric(nonfinite), stride: stride || 1 });
     if (this.origin === null && this.times.length) [this.origin] = this.times;
     this.places = {};
   }
@@ -67,13 +72,13 @@ class Table {
   // Adds rows that follow, of which the first may be the last one here, with more metrics than before.
   append(rows) {
     const keep = this.after('step', rows.steps[0]);
-    const join = (mine, theirs) => mine.slice(0, keep).concat(theirs);
+    const join = (mine, others) => mine.slice(0, keep).concat(others);
     const blank = (count) => new Array(count).fill(null);
-    const columns = {};
+    const [columns, theirs] = [byMetric(), byMetric(rows.columns)];
     for (const key of new Set([...Object.keys(this.columns), ...Object.keys(rows.columns)])) {
-      columns[key] = join(this.columns[key] || blank(keep), rows.columns[key] || blank(rows.steps.length));
+      columns[key] = join(this.columns[key] || blank(keep), theirs[key] || blank(rows.steps.length));
     }
-    const nonfinite = { ...this.nonfinite };
+    const nonfinite = byMetric(this.nonfinite);
     for (const [key, steps] of Object.entries(rows.nonfinite || {})) nonfinite[key] = [...new Set([...(nonfinite[key] || []), ...steps])];
     this.take({
       steps: join(this.steps, rows.steps), times: join(this.times, rows.times), tokens: join(this.tokens, rows.tokens),

@@ -61,7 +61,9 @@ function span(seconds) {
 }
 
 function moment(seconds) {
-  return new Date(seconds * 1000).toISOString().replace('T', ' ').slice(0, 16) + ' UTC';
+  const date = new Date(seconds * 1000);
+  if (Number.isNaN(date.getTime())) return '–'; // a time that no calendar has
+  return date.toISOString().replace('T', ' ').slice(0, 16) + ' UTC';
 }
 
 function isTyping(target) {
