@@ -22,7 +22,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import stat
 import struct
 import threading
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge.errors import CheckpointError
+from forge.trainer.lock_holders import name_of, wait_while_ending
 
 RECORD_NAME: Final = "checkpoint.json"
 LOCK_NAME: Final = ".writer"
@@ -346,13 +346,14 @@ class WriterLock:
             )
             return False
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.write(f"{name_of(os.getpid())}\n")
         self._file.flush()
         return True
 
     @classmethod
     def check(cls, folder: Path) -> None:
         """Refuse a folder that another run has locked. Takes no lock and makes nothing, so a run may still be first."""
+        wait_while_ending(lambda: found.text if (found := cls.look(folder)).is_held else None)
         found = cls.look(folder)
         if found.is_held:
             raise _locked(folder.resolve(), found.text)
