@@ -132,6 +132,8 @@ CASES = [
     ("env check json:loads", "is not an episode"),
     ("template check nowhere", "There is no tokenizer in this folder."),
     ("template check run", "a model is in run/checkpoints/hf once the run has ended"),
+    ("diagnose empty", "the folder of a run"),
+    ("diagnose nowhere", "nowhere/metrics.jsonl"),
     ("download 'a b' --output-dir x", "REPO"),
     ("download a/b --output-dir grpo.yaml", "--output-dir"),
     ("download a/b --output-dir x --max-workers 0", "--max-workers"),
