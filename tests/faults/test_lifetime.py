@@ -202,7 +202,7 @@ def test_an_actor_that_owns_others_ends_without_starting_monarch_again(tmp_path)
     command = [sys.executable, "-c", NESTED, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    assert (ended.stdout + ended.stderr).count("Monarch internal logs") == 1
+    assert "Monarch internal logs" not in ended.stdout + ended.stderr  # the controller shows its own in its log only
     assert (tmp_path / "inner").exists(), "the owned actor was stopped in order"
 
 
