@@ -107,9 +107,9 @@ def test_what_the_page_shows_of_recorded_runs_is_what_is_printed() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the cheap ones of the runs were made again."""
+    """A folder in which the cheapest of the runs were made again."""
     folder = tmp_path_factory.mktemp("diagnosis")
-    names = ("reward_hacking", "learning_rate", "cut_off")
+    names = ("reward_hacking", "cut_off")
     run(f"{sys.executable} {DIAGNOSIS / 'record.py'} {' '.join(names)} --output again", folder)
     return folder
 
@@ -124,15 +124,6 @@ def test_a_reward_that_is_hacked_is_hacked_again(made: Path) -> None:
     assert rewards(folder)[-1] > 0.8
     last = max((folder / "rollouts").glob("step_*.jsonl")).read_text(encoding="utf-8").splitlines()
     assert not any(json.loads(line)["parts"]["right"] for line in last)
-
-
-def test_a_learning_rate_that_is_too_high_breaks_the_policy_again(made: Path) -> None:
-    found = diagnose(made / "again" / "learning_rate")
-    assert [finding.name for finding in found.findings] == ["learning rate too high"]
-    assert found.findings[0].step is not None
-    assert found.findings[0].step <= 10
-    assert max(value for _, value in found.run.solved()) < 0.6
-    assert max(found.run.column("train/grad_norm")[:10]) > 5 * found.run.column("train/grad_norm")[0]
 
 
 def test_completions_that_are_cut_off_teach_nothing_again(made: Path) -> None:
