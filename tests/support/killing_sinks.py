@@ -57,3 +57,11 @@ def _label(process: psutil.Process) -> str:
         return process.environ().get("FORGE_LABEL", "")
     except psutil.NoSuchProcess:  # it has ended meanwhile
         return ""
+
+
+class KillController(KillTrainer):
+    """Kills this process when a step is written."""
+
+    def write(self, step: int, values: Mapping[str, object]) -> None:
+        if step == self._at_step:
+            psutil.Process().kill()

@@ -135,7 +135,7 @@ async def run_trial(
 
 
 def _is_expected(path: Path) -> bool:
-    """Return whether a file is used again, or the folder of a process that was killed before it had made a socket."""
+    """Return whether a file is used again, or is the empty folder in which a controller that was killed had sockets."""
     return path.name.startswith(_CACHES) or (path.is_dir() and not any(path.iterdir()))
 
 

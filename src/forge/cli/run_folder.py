@@ -11,7 +11,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,13 +126,9 @@ def only_supervisor(folder: Path) -> Iterator[None]:
         yield
 
 
-_IN_THE_MAKING_S: Final = 10.0
-
-
 def remove_dead_sockets(since: float) -> int:
     """Remove folders of sockets that processes made after `since` and that no process listens on: a controller that is
-    killed leaves those of its workers. Returns how many there were. A new folder that is empty stays: it may be in the
-    making."""
+    killed leaves those of its workers. Returns how many there were. An empty folder stays: it may be in the making."""
     num_removed = 0
     for folder in Path(tempfile.gettempdir()).glob(".tmp??????"):
         with contextlib.suppress(OSError):  # it has gone, or was used meanwhile
@@ -141,8 +136,7 @@ def remove_dead_sockets(since: float) -> int:
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mtime < since:
                 continue
             files = list(folder.iterdir())
-            is_new = not files and time.time() - facts.st_mtime < _IN_THE_MAKING_S
-            if is_new or not all(stat.S_ISSOCK(file.lstat().st_mode) for file in files):
+            if not files or not all(stat.S_ISSOCK(file.lstat().st_mode) for file in files):
                 continue
             # Read after the files were found: it names those that another run has just made.
             listening = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")

@@ -225,16 +225,16 @@ class Supervisor:
 
     def _until_done(self) -> int:
         crashes: list[Crash] = []
-        first, since = self._newest_checkpoint(), time.time()
+        first = self._newest_checkpoint()
         while True:
             keeps = self._keeps_resume and self._newest_checkpoint() == first
+            began = time.time()
             status, tail = self._run_once(() if keeps else ("--resume", "auto"))
             if self._asked is not None or (is_final(status) and not (status == WRONG_INPUT and self._has_set_aside())):
-                remove_dead_sockets(since)
                 self._record("end", status=status)
                 return 128 - status if status < 0 else status
             num_left = kill_leftovers()
-            remove_dead_sockets(since)
+            remove_dead_sockets(began)
             self._has_set_aside()
             step = None if self._folder is None else self._folder.last_step()
             crashes.append(Crash(status, self._newest_checkpoint(), step))
