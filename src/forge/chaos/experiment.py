@@ -136,7 +136,7 @@ async def run_trial(
 
 def _is_expected(path: Path) -> bool:
     """Return whether a file is used again, or is the empty folder in which a controller that was killed had sockets."""
-    return path.name.startswith(_CACHES) or (path.is_dir() and not any(path.iterdir()))
+    return path.name.startswith(_CACHES) or (path.match(".tmp??????") and path.is_dir() and not any(path.iterdir()))
 
 
 async def _watch(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forge.chaos import experiment
 from forge.chaos.experiment import Injection, Trial
 from forge.chaos.script import Fault
 from forge.chaos.verdict import judge, verdict_lines
@@ -69,3 +70,12 @@ def test_every_problem_is_named(tmp_path: Path) -> None:
     assert list(verdict_lines(found))[-1] == "verdict: 8 problem(s)"
     hit.status = None
     assert judge(hit, None, is_deterministic=True).problems[0] == "the run did not end in time"
+
+
+def test_only_an_empty_folder_of_sockets_and_caches_may_stay(tmp_path: Path) -> None:
+    for name in (".tmpAbCd12", ".tmpEfGh34", "empty", "torchinductor_root"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".tmpEfGh34" / "data").touch()
+    (tmp_path / ".tmpIjKl56").touch()
+    kept = {path.name for path in tmp_path.iterdir() if not experiment._is_expected(path)}
+    assert kept == {".tmpEfGh34", ".tmpIjKl56", "empty"}

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,16 +42,23 @@ def hold(folder: Path, owner: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_resume_waits_for_a_rank_of_a_controller_that_was_killed(tmp_path: Path) -> None:
-    with hold(tmp_path, ended_pid()) as holder:
-        assert is_ending(name_of(holder.pid))
-        checking = threading.Thread(target=WriterLock.check, args=(tmp_path,))
-        checking.start()
+def test_a_resume_waits_for_a_rank_of_a_controller_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waiting, sleep = threading.Event(), time.sleep
+
+    def note(seconds: float) -> None:
+        is_waiting.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", note)
+    with hold(tmp_path, ended_pid()) as holder, ThreadPoolExecutor(1) as threads:
+        checking = threads.submit(WriterLock.check, tmp_path)
+        is_waiting.wait(60)
         assert holder.stdin is not None
         holder.stdin.close()
-        holder.wait()
-        checking.join(timeout=60)
-        assert not checking.is_alive()
+        checking.result(60)  # raises where it did not wait
+    assert is_waiting.is_set()
     WriterLock(tmp_path).release()
 
 
