@@ -214,8 +214,14 @@ def note(text):
         file.write(text + "\\n")
 
 def stop(number, frame):
+    global is_stopping
+    if is_stopping:  # SLURM and the supervisor may both send it; a run ignores the copy, too
+        return
+    is_stopping = True
     note("saved")
     sys.exit(128 + number)
+
+is_stopping = False
 
 signal.signal(signal.SIGTERM, stop)
 note("started")

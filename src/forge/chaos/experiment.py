@@ -130,13 +130,19 @@ async def run_trial(
             kill_all(tag)
             await asyncio.to_thread(wait_gone, tag, limit_s=_GONE_S)
         trial.leaked_segments = await segments.left(limit_s=_GONE_S)
-        trial.leaked_files = sorted(path.name for path in own_files.iterdir() if not _is_expected(path))
+        trial.leaked_files = sorted(_described(path) for path in own_files.iterdir() if not _is_expected(path))
     return trial
 
 
 def _is_expected(path: Path) -> bool:
     """Return whether a file is used again, or is the empty folder in which a controller that was killed had sockets."""
     return path.name.startswith(_CACHES) or (path.match(".tmp??????") and path.is_dir() and not any(path.iterdir()))
+
+
+def _described(path: Path) -> str:
+    """Return a file's name, and for a folder also what it holds: this tells who made it."""
+    held = sorted(file.name for file in path.iterdir()) if path.is_dir() else ()
+    return f"{path.name} ({', '.join(held)})" if held else path.name
 
 
 async def _watch(
