@@ -225,12 +225,13 @@ class Supervisor:
 
     def _until_done(self) -> int:
         crashes: list[Crash] = []
-        first = self._newest_checkpoint()
+        first, began = self._newest_checkpoint(), time.time()
         while True:
             keeps = self._keeps_resume and self._newest_checkpoint() == first
-            began = time.time()
             status, tail = self._run_once(() if keeps else ("--resume", "auto"))
             if self._asked is not None or (is_final(status) and not (status == WRONG_INPUT and self._has_set_aside())):
+                if crashes:  # a kernel may have closed a socket of a killed process only after that was looked for
+                    remove_dead_sockets(began)
                 self._record("end", status=status)
                 return 128 - status if status < 0 else status
             num_left = kill_leftovers()
