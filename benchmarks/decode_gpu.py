@@ -1,15 +1,13 @@
-"""Where does the time of a decode step go on a GPU, and what do other ways to compute it gain?
+"""Where does the time of a decode step go on a GPU, and what do its fused kernels gain?
 
 One decode step of 512 sequences on the shape of Qwen3-1.7B with random weights in bfloat16: 64 groups of 8 that share a
 prompt of 512 tokens, with 64, 512 and 1,000 tokens of their own. The step is recorded in a CUDA graph and replayed:
-called module by module, with fused kernels, and in two parts whose attention and products overlap. Beside them stand
-the parts alone (attention, the products, and the step without attention) and the bound: what must be read from memory
-at the rate of a large copy, and the products at the rate of a large one. Every variant's logits are compared with those
-of the modules.
+called module by module, and with fused kernels, whose logits are compared. Beside them stand the parts alone (attention
+and the products) and the bound: what must be read from memory at the rate of a large copy.
 
-    python benchmarks/decode_gpu.py --json decode.json --best best.txt
+    python benchmarks/decode_gpu.py --json decode.json
     python benchmarks/decode_gpu.py --engine modules fused fused@fp8              # the engine, one after the other
-    python benchmarks/decode_gpu.py --engine split=256 --trace trace.json.gz      # and a trace of a few of its steps
+    python benchmarks/decode_gpu.py --engine fused --trace trace.json.gz          # and a trace of a few of its steps
     python benchmarks/decode_gpu.py --engine modules --shape tiny --device cpu --requests 16 --new-tokens 8  # to try it
 """
 
@@ -36,19 +34,7 @@ from harness.report import table
 
 GROUP, PROMPT = 8, 512
 OWN = (64, 512, 1000)
-VARIANTS = (
-    "modules",
-    "joins=0",
-    "fused",
-    "lt=1",
-    "split=256",
-    "split=256,prioritises=0",
-    "split=256,sms=32",
-    "split=256,sms=44",
-    "split=256,sms=64",
-)
-APART = 0.05
-"""How far a variant's logits may be from those of the modules, as a part of them, to be chosen."""
+VARIANTS = ("modules", "fused")
 
 
 def say(line: str) -> None:
@@ -56,8 +42,8 @@ def say(line: str) -> None:
 
 
 def choose_step(word: str) -> None:
-    """Let the steps that are recorded from now on be computed as a variant: `modules`, `fused`, or settings."""
-    os.environ["FORGE_DECODE_STEP"] = "" if word == "modules" else word
+    """Let the steps that are recorded from now on be computed as a variant."""
+    os.environ["FORGE_DECODE_STEP"] = word
 
 
 # ---- One step, replayed
@@ -403,21 +389,13 @@ def show(found: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def best_options(found: Mapping[str, Any]) -> str:
-    """The variant with the fastest step in the middle of completions, in the cache's usual precision, whose logits are
-    those of the modules; `modules` where nothing was measured."""
-    steps = found["variants"][0].get("steps", {}) if found.get("variants") else {}
-    right = {word: row for word, row in steps.items() if "ms" in row and row["finite"] and row["apart"] < APART}
-    return min(right, key=lambda word: right[word]["ms"][OWN[1]], default="modules")
-
-
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
     parser.add_argument("--shape", default="qwen3_1_7b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=1024, help="of a completion, with --engine")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, help="default: %(default)s")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: %(default)s")
     parser.add_argument("--caches", nargs="+", default=("auto", "fp8"), help="precisions; default: %(default)s")
     parser.add_argument("--no-parts", dest="parts", action="store_false", help="do not measure attention and products")
     parser.add_argument(
@@ -426,7 +404,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-gb", type=float, help="the engine's")
     parser.add_argument("--trace", type=Path, help="a file for a trace of a few of the engine's steps")
     parser.add_argument("--trace-after", type=float, default=6.0, help="seconds; default: %(default)s")
-    parser.add_argument("--best", type=Path, help="a file for the name of the best variant")
     parser.add_argument("--json", type=Path, help="a file for the results")
     return parser.parse_args(words)
 
@@ -444,8 +421,6 @@ def main() -> None:
     def keep() -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
-        if args.best is not None and "variants" in found:
-            args.best.write_text(best_options(found))
 
     if args.engine is not None:
         found["engines"] = []

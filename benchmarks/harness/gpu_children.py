@@ -163,7 +163,8 @@ def _follow(name: str, process: subprocess.Popen[bytes], events: Path, *, until:
         is_over = process.poll() is not None
         for event in read_events(events)[num_shown:]:
             num_shown += 1
-            tell(f"{name}: {shown(event)}")
+            if event["event"] != "phase":  # there are many
+                tell(f"{name}: {shown(event)}")
         if is_over:
             return False
         if time.monotonic() > until:

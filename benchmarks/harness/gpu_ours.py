@@ -212,6 +212,18 @@ class VariedLengths:
         return [replace(found, index=member) for member, (found,) in enumerate(await asyncio.gather(*asked))]
 
 
+def tell_phases(began: float) -> None:
+    """Tell what each process does while the run starts, and when."""
+    from forge.observe.phases import PhaseEvent, set_listener
+
+    def tell(event: PhaseEvent) -> None:
+        if event.state != "progress":
+            at = time.perf_counter() - began
+            say("phase", at=at, process=event.process, name=event.name, state=event.state, seconds=event.seconds)
+
+    set_listener(tell)
+
+
 async def train(plan: Plan, folder: Path, side: str) -> None:
     import forge
     from forge.config import GRPOConfig, load
@@ -221,6 +233,7 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
     from forge.loops.workers import Workers, start_workers
 
     began = time.perf_counter()
+    tell_phases(began)
     shutil.rmtree(folder / "runs" / side, ignore_errors=True)
     config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
     run = plan_run(config)

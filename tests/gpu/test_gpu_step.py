@@ -16,8 +16,9 @@ from torch import Tensor
 from forge.config import ModelConfig
 from forge.config.layers import read_preset
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout
+from forge.models.adapter_segments import LIVE, AdapterSegment
 from forge.models.architecture import complete
-from forge.models.gpu_step import GpuSteps, StepOptions, joined, neighbours_first, parts_of, products_as
+from forge.models.gpu_step import GpuSteps, joined, neighbours_first
 from forge.models.inference import PagedRow, build_for_inference, cache_shapes, paged_layers, parameters_once
 from forge.models.language_model import LanguageModel
 
@@ -25,10 +26,6 @@ ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if ON_GPU and not IN_INTERPRETER else "cpu"
 NUM_SEQUENCES, NUM_STEPS = (20, 18) if DEVICE == "cuda" else (17, 2)
-OPTIONS = [StepOptions(), StepOptions(joins=False), StepOptions(split_from=16)]
-if DEVICE == "cuda":
-    OPTIONS += [StepOptions(with_lt=True), StepOptions(split_from=16, product_sms=40)]
-
 needs_kernels = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
 pytestmark = pytest.mark.alone
 
@@ -66,21 +63,21 @@ def model_of(facts: ModelConfig, *, on_gpu: bool, joins: bool = False) -> Langua
     return model
 
 
-def rows_of(step: int, start: int, end: int, *, pads: bool = True) -> PagedRow:
-    """The sequences [start, end) at their token number `step`; every fifth is padding, if that is asked for."""
-    sequences = torch.arange(start, end)
+def rows_of(step: int, *, pads: bool) -> PagedRow:
+    """All sequences at their token number `step`; every fifth is padding, if that is asked for."""
+    sequences = torch.arange(NUM_SEQUENCES)
     is_padding = (sequences % 5 == 4) & pads
     table = torch.stack([2 * sequences, 2 * sequences + 1], dim=1).int()
     slots = table[:, step // PAGE_TOKENS].long() * PAGE_TOKENS + step % PAGE_TOKENS
     layout = PagedLayout(
-        torch.arange(end - start + 1, dtype=torch.int32, device=DEVICE),
+        torch.arange(NUM_SEQUENCES + 1, dtype=torch.int32, device=DEVICE),
         torch.where(is_padding, 0, step + 1).int().to(DEVICE),
         table.to(DEVICE),
         torch.where(is_padding, -1, slots).to(DEVICE),
-        shares=torch.zeros(end - start + 1, 4, dtype=torch.int32, device=DEVICE),
+        shares=torch.zeros(NUM_SEQUENCES + 1, 4, dtype=torch.int32, device=DEVICE),
     )
-    positions = torch.full((1, end - start), step, device=DEVICE)
-    return PagedRow(positions, torch.arange(end - start, device=DEVICE), layout, is_decode=True)
+    positions = torch.full((1, NUM_SEQUENCES), step, device=DEVICE)
+    return PagedRow(positions, torch.arange(NUM_SEQUENCES, device=DEVICE), layout, is_decode=True)
 
 
 def by_modules(model: LanguageModel, token_ids: Tensor, row: PagedRow) -> Tensor:
@@ -92,52 +89,42 @@ def by_modules(model: LanguageModel, token_ids: Tensor, row: PagedRow) -> Tensor
         model.row_registry.clear()
 
 
+MIXTURE = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_token": 2, "expert_intermediate_size": 64}
+
+
 @needs_kernels
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("changed", [{}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24}, {"family": "llama"}])
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize(
+    "changed", [{}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24}, {"family": "llama"}, MIXTURE], ids=str
+)
 @torch.inference_mode()
-def test_steps_are_those_of_the_modules(changed: dict[str, Any], options: StepOptions) -> None:
+def test_steps_are_those_of_the_modules(changed: dict[str, Any], joins: bool) -> None:
     facts = facts_of(**changed)
-    expected_model, model = model_of(facts, on_gpu=DEVICE == "cuda"), model_of(facts, on_gpu=True, joins=options.joins)
+    expected_model, model = model_of(facts, on_gpu=DEVICE == "cuda"), model_of(facts, on_gpu=True, joins=joins)
     assert GpuSteps.supports(model)
-    steps = GpuSteps(model, options)
-    assert all((layer.qkv is not None and layer.up_and_gate is not None) == options.joins for layer in steps._layers)
+    steps = GpuSteps(model)
+    assert all((layer.qkv is not None) == joins for layer in steps._layers)
+    assert all((layer.up_and_gate is not None) == (joins and changed is not MIXTURE) for layer in steps._layers)
     draw = torch.Generator().manual_seed(1)
     counted = torch.arange(NUM_SEQUENCES, device=DEVICE) % 5 != 4
     for step in range(NUM_STEPS):
         ids = torch.randint(0, facts.vocab_size or 1, (1, NUM_SEQUENCES), generator=draw).to(DEVICE)
-        expected = by_modules(expected_model, ids, rows_of(step, 0, NUM_SEQUENCES, pads=False))
-        parts = parts_of(NUM_SEQUENCES, options)
-        found = steps.hidden([ids[:, a:b] for a, b in parts], [rows_of(step, a, b) for a, b in parts])
+        expected = by_modules(expected_model, ids, rows_of(step, pads=False))
+        found = steps.hidden(ids, rows_of(step, pads=True))
         torch.testing.assert_close(found[counted], expected[counted], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the library and the multiprocessors of products are settings of CUDA")
-def test_settings_of_products_end_with_the_block() -> None:
-    def settings() -> tuple[Any, Any]:
-        return torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
-
-    before, device = settings(), torch.device("cuda")
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    limited = StepOptions(split_from=16, product_sms=40)
-    with products_as(limited, device, num_parts=2):
-        assert settings() == (torch._C._BlasBackend.Cublaslt, num_sms - 40)
-    assert settings() == before
-    with products_as(limited, device, num_parts=1):
-        assert settings() == before
-    with products_as(StepOptions(with_lt=True), device, num_parts=1):
-        assert settings() == (torch._C._BlasBackend.Cublaslt, None)
-    with pytest.raises(KeyError), products_as(limited, device, num_parts=2):
-        raise KeyError
-    assert settings() == before
-
-
-def test_parts_are_whole_groups_of_eight() -> None:
-    split = StepOptions(split_from=256)
-    assert parts_of(512, StepOptions()) == ((0, 512),)
-    assert parts_of(255, split) == ((0, 255),)
-    assert parts_of(512, split) == ((0, 256), (256, 512))
-    assert parts_of(264, split) == ((0, 136), (136, 264))
+@needs_kernels
+@torch.inference_mode()
+def test_a_step_does_not_take_over_the_adapters_of_another() -> None:
+    facts = facts_of(**MIXTURE)
+    model = model_of(facts, on_gpu=True)
+    ids, row = torch.zeros(1, NUM_SEQUENCES, dtype=torch.int64, device=DEVICE), rows_of(0, pads=False)
+    expected = GpuSteps(model).hidden(ids, row)
+    assert model.segments is not None
+    model.segments.current = (AdapterSegment(7, 0, 1), AdapterSegment(LIVE, 1, NUM_SEQUENCES))
+    torch.testing.assert_close(GpuSteps(model).hidden(ids, row), expected, rtol=0, atol=0)
+    assert model.segments.current == ()
 
 
 def test_weights_that_follow_each_other_are_one() -> None:

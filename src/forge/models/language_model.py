@@ -22,7 +22,7 @@ from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, update_ep_token_dispatcher_config
+from torchtitan.models.common.token_dispatcher import update_ep_token_dispatcher_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.sharding import ShardingConfig
@@ -30,6 +30,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from forge.config import ModelConfig
 from forge.models.adapter_segments import StepSegments
 from forge.models.attention import DocumentAttention
+from forge.models.expert_rows import RowDispatcher
 from forge.models.layers import Experts, Rotary, RowFeedForward, RowLinear, RowNorm, SegmentedMoE, rows_linear
 from forge.models.rows import RowRegistry, RowTask
 from forge.models.sizes import Sizes
@@ -240,6 +241,6 @@ def _mixture(sizes: Sizes) -> SegmentedMoE.Config:
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=experts,
-            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+            token_dispatcher=RowDispatcher.Config(num_experts=num_experts, top_k=top_k),
         ),
     )

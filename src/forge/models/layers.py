@@ -28,9 +28,9 @@ from forge.kernels.cpu_step import LowRank
 from forge.models import gpu_layers
 from forge.models.adapter_segments import LIVE, AdapterSegment, StepSegments
 from forge.models.quantized import QuantizedWeight, find_quantized
+from forge.models.sizes import GROUP_MULTIPLE
 
 _STACKS = ("w1_EFD", "w2_EDF", "w3_EFD")
-_KERNEL_MULTIPLE = 8  # of bfloat16 values: the kernel for all experts at once wants rows of whole 16 bytes
 
 
 def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -298,7 +298,7 @@ class _QuantizedGroups(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _has_group_kernel(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:])
+    return weight.dtype == torch.bfloat16 and all(size % GROUP_MULTIPLE == 0 for size in weight.shape[1:])
 
 
 def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:

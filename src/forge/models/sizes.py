@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from forge.config import ModelConfig
 from forge.errors import ConfigError
 from forge.models.families import family_of
+
+GROUP_MULTIPLE: Final = 8
+"""Of the widths of experts in bfloat16, where one kernel computes all of them: it wants rows of whole 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,15 +398,12 @@ def test_warm_steps_of_trl_can_be_short(bench: SimpleNamespace) -> None:
     assert set(bench.trl.lengths_of_step(replace(plan, warm_tokens=0), 0, num=8)) == {50}
 
 
-def test_the_fastest_step_whose_logits_are_those_of_the_modules_is_chosen(bench: SimpleNamespace) -> None:
+def test_steps_are_shown_and_so_is_one_that_failed(bench: SimpleNamespace) -> None:
     def step(ms: float, *, apart: float = 0.0, is_finite: bool = True) -> dict[str, Any]:
         return {"ms": dict.fromkeys(bench.decode_gpu.OWN, ms), "apart": apart, "finite": is_finite}
 
-    steps = {"modules": step(9.0), "fused": step(7.0, apart=0.01), "lt=1": step(6.0, apart=0.2)}
-    steps |= {"split=256": step(5.0, is_finite=False), "joins=0": {"failed": "an error"}}
+    steps = {"modules": {"failed": "an error"}, "fused": step(7.0, apart=0.01)}
     found = {"variants": [{"cache": "auto", "steps": steps}]}
-    assert bench.decode_gpu.best_options(found) == "fused"
-    assert bench.decode_gpu.best_options({"variants": [{"cache": "auto"}]}) == "modules"
     shown = bench.decode_gpu.show(found)
     assert "an error" in shown
     assert "7.00" in shown

@@ -16,6 +16,7 @@ from forge.models.adapter_names import adapter_map, num_adapter_parameters
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.peft_files import read_spec
 from forge.models.quantized_names import QuantizedSizes
+from forge.models.sizes import GROUP_MULTIPLE
 
 
 class ColocatedGeneratorConfig(GeneratorConfig):
@@ -168,8 +169,14 @@ def step_work(
 
 
 def records_steps(model: ModelConfig, config: GenerationConfig, *, on_gpu: bool) -> bool:
-    """Return whether decode steps are recorded. Those of a mixture of experts are not: experts differ per step."""
-    return on_gpu and config.cuda_graphs and model.num_experts is None
+    """Return whether decode steps are recorded. Of a mixture, only where one kernel computes all experts: without it,
+    the host must know how many tokens each of them has."""
+    if not (on_gpu and config.cuda_graphs):
+        return False
+    if model.num_experts is None:
+        return True
+    widths = (model.hidden_size or 0, model.expert_intermediate_size or 0)
+    return config.precision_on(gpu=True) == "bfloat16" and not any(width % GROUP_MULTIPLE for width in widths)
 
 
 def graph_sizes(max_batch: int) -> tuple[int, ...]:

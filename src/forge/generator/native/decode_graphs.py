@@ -16,7 +16,7 @@ from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
-from forge.models.gpu_step import GpuSteps, StepOptions, parts_of
+from forge.models.gpu_step import GpuSteps
 from forge.models.inference import PagedRow
 from forge.observe.phases import phase
 
@@ -24,22 +24,12 @@ if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner
 
 
-def step_options() -> StepOptions | None:
-    """Read from `FORGE_DECODE_STEP` how decode steps are computed: None for module by module, which is the default.
+def computes_fused() -> bool:
+    """Return whether decode steps have fused kernels, rather than being computed module by module.
 
-    `fused`, or settings of `StepOptions` such as `split=256,sms=44` or `joins=0,lt=1`, select the fused step.
+    Only the latter if `FORGE_DECODE_STEP=modules`, for comparison.
     """
-    word = os.environ.get("FORGE_DECODE_STEP", "")
-    if not word:
-        return None
-    given = dict(each.split("=") for each in word.split(",") if "=" in each)
-    return StepOptions(
-        joins=given.get("joins", "1") == "1",
-        split_from=int(given["split"]) if "split" in given else None,
-        prioritises=given.get("prioritises", "1") == "1",
-        with_lt=given.get("lt", "0") == "1",
-        product_sms=int(given["sms"]) if "sms" in given else None,
-    )
+    return os.environ.get("FORGE_DECODE_STEP", "") != "modules"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,16 +78,15 @@ class DecodeGraphs:
         self.max_batch = max_batch
         self._runner = runner
         self._sizes = graph_sizes(max_batch) if sizes is None else tuple(sorted(sizes))
-        options = step_options()
-        is_fused = options is not None and runner.on_gpu and GpuSteps.supports(runner.model)
-        self._steps = GpuSteps(runner.model, options) if is_fused and options is not None else None
+        is_fused = computes_fused() and runner.on_gpu and GpuSteps.supports(runner.model)
+        self._steps = GpuSteps(runner.model) if is_fused else None
         device = runner.device
         self._token_ids = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
         self._positions = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
         self._slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
         self._contexts = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._table = torch.zeros(max_batch, runner.max_pages, dtype=torch.int32, device=device)
-        self._shares = torch.zeros(max_batch + 2, 4, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(max_batch + 1, 4, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._record()
 
@@ -117,26 +106,20 @@ class DecodeGraphs:
                 self._graphs[size] = (graph, logits)
                 progress.advance()
 
-    def _parts(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the sequences of each part of a step: all in one, unless parts run beside each other."""
-        return ((0, size),) if self._steps is None else parts_of(size, self._steps.options)
-
     def _step(self, size: int) -> Tensor:
-        parts = [self._part(place, *bounds) for place, bounds in enumerate(self._parts(size))]
+        rows = self._rows(size)
         if self._steps is None:
-            return self._runner.logits(self._runner.forward(parts[0]))
-        hidden = self._steps.hidden([part.token_ids for part in parts], [part.row for part in parts])
-        return self._runner.logits(hidden)
+            return self._runner.logits(self._runner.forward(rows))
+        return self._runner.logits(self._steps.hidden(rows.token_ids, rows.row))
 
-    def _part(self, place: int, start: int, end: int) -> StepRows:
-        """Return the sequences [start, end) as a row of their own, in the buffers that a step fills."""
-        device, own = self._runner.device, slice(start, end)
-        starts = torch.arange(end - start + 1, dtype=torch.int32, device=device)
-        shares = self._shares[start + place : end + place + 1]
-        layout = PagedLayout(starts, self._contexts[own], self._table[own], self._slots[own], shares=shares)
-        index = torch.arange(end - start, device=device)
-        row = PagedRow(self._positions[:, own], index, layout, is_decode=True)
-        return StepRows(self._token_ids[:, own], row)
+    def _rows(self, size: int) -> StepRows:
+        """Return sequences as a row, in the buffers that a step fills."""
+        device = self._runner.device
+        starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        shares = self._shares[: size + 1]
+        layout = PagedLayout(starts, self._contexts[:size], self._table[:size], self._slots[:size], shares=shares)
+        row = PagedRow(self._positions[:, :size], torch.arange(size, device=device), layout, is_decode=True)
+        return StepRows(self._token_ids[:, :size], row)
 
     def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
         """Return the logits [S, V] of pieces of one token each.
@@ -160,19 +143,10 @@ class DecodeGraphs:
         self._slots[:size].copy_(on_device[2])
         self._contexts[:size].copy_(on_device[3])
         self._table[:count, : pages.shape[1]].copy_(put(pages, device))
-        shares = self._shares_of(size, positions, pages)
+        shares = np.zeros((size + 1, 4), dtype=np.int32)
+        own = self._runner.shares(positions, pages)
+        shares[: len(own)] = own
         self._shares[: len(shares)].copy_(put(shares, device))
         graph, logits = self._graphs[size]
         graph.replay()
         return logits[:count]
-
-    def _shares_of(self, size: int, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Return which neighbours share a prefix, for each part in turn."""
-        parts = self._parts(size)
-        found = np.zeros((size + len(parts), 4), dtype=np.int32)
-        for place, (start, end) in enumerate(parts):
-            end = min(end, len(positions))
-            if start < end:
-                own = self._runner.shares(positions[start:end], pages[start:end])
-                found[start + place : start + place + len(own)] = own
-        return found

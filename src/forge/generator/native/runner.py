@@ -151,7 +151,11 @@ class ModelRunner:
 
     @property
     def _records_steps(self) -> bool:
-        return records_steps(self.facts, self.config, on_gpu=self.on_gpu)
+        can = records_steps(self.facts, self.config, on_gpu=self.on_gpu)
+        if not can or self.facts.num_experts is None:
+            return can
+        # On older GPUs torch computes one expert after the other, and the host waits for how many tokens each has.
+        return torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     def release_cache(self) -> None:
         """Release the cache; `allocate_cache` brings it back, empty. Nothing can be computed in between.
