@@ -98,7 +98,8 @@ class GpuSteps:
 
     def hidden(self, token_ids: Tensor, row: PagedRow) -> Tensor:
         """Return the hidden states [S, D] of the tokens [1, S], after the last norm."""
-        self._model.segments.current = ()  # those of another step may still be there
+        if self._model.segments is not None:
+            self._model.segments.current = ()  # those of another step may still be there
         x = F.embedding(token_ids[0], self._model.tok_embeddings.weight)
         first = self._layers[0].attention_norm
         hidden = normed(x, first.weight, first.eps)

@@ -155,7 +155,7 @@ class ModelRunner:
         if not can or self.facts.num_experts is None:
             return can
         # On older GPUs torch computes one expert after the other, and the host waits for how many tokens each has.
-        return torch.cuda.get_device_capability(self.device) >= (9, 0)
+        return bool(torch.cuda.get_device_capability(self.device) >= (9, 0))
 
     def release_cache(self) -> None:
         """Release the cache; `allocate_cache` brings it back, empty. Nothing can be computed in between.
