@@ -290,7 +290,7 @@ def test_a_trainer_that_generates_trains_with_the_memory_of_the_cache() -> None:
 
     class Watching(SharedPolicy):
         async def _do(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            free.setdefault(function.__name__, free_gib())
+            free.setdefault(getattr(function, "func", function).__name__, free_gib())
             return await super()._do(function, *args, **kwargs)
 
     async def body() -> None:
