@@ -320,7 +320,7 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
     async def body():
         from forge.runtime.process_watch import find_ranks
 
-        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=15).as_actor())
+        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=5).as_actor())
         found: list[int] = []
         while not found:
             await asyncio.sleep(0)
