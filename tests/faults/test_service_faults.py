@@ -382,7 +382,7 @@ def test_a_handle_elsewhere_hears_of_the_end_of_its_service(drive):
 
 def test_a_handle_elsewhere_hears_of_the_death_of_its_owner(drive):
     async def body():
-        owner = await Owner.as_actor()
+        owner = await Owner.as_actor(8)
         service = await owner.handle.call_one()
         assert len(await service.pid.fanout()) == 2
         pending = asyncio.ensure_future(service.hold.route("never"))
