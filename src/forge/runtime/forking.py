@@ -17,6 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from forge.runtime import rank_stub
@@ -26,8 +27,8 @@ _log = logging.getLogger("forge.runtime")
 SWITCH: Final = "FORGE_FORK"
 """`0` starts every rank by itself."""
 SCOPE: Final = "FORGE_FORK_SCOPE"
-"""`NAME:PID`: the runs of that process share fork servers, and leave them to the next one; programs that it starts use
-them, too."""
+"""`NAME:PID`: the runs of that process, and of programs that it starts, share fork servers, and leave them to the next
+one."""
 _MAX_SERVERS: Final = 4
 _OF_A_RANK: Final = (rank_stub.FORK_SERVER, rank_stub.PRELOAD)
 _COVERAGE: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
@@ -60,11 +61,11 @@ class ForkServers:
         key = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
         message = rank_stub.request(environment, preload)
         reason = "no server"
-        for name, may_start in self._scopes(environment):
+        for name, owner in self._scopes(environment):
             address = f"forge-fork-{name}-{key}"
             try:
-                if may_start:
-                    self._start(address, environment)
+                if owner:
+                    self._start(address, environment, owner)
                 reason = await _ask(address, message)
             except OSError as error:
                 reason = str(error)
@@ -73,16 +74,19 @@ class ForkServers:
         _log.info("processes start by themselves, not as forks: %s", reason)
         return None
 
-    def _scopes(self, environment: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-        """Yield the names of the servers that may be used, and whether this process starts them."""
+    def _scopes(self, environment: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+        """Yield the names of the servers that may be used, and with whose end they end; None: they are not started."""
         name, _, owner = environment.get(SCOPE, "").partition(":")
         if owner:
-            yield name, owner == str(os.getpid())
+            yield name, next((pid for pid in _own_and_parents() if str(pid) == owner), None)
         if owner != str(os.getpid()):
-            yield self._name, True
+            yield self._name, os.getpid()
 
-    def _start(self, address: str, environment: Mapping[str, str]) -> None:
-        """Start a server, unless it runs."""
+    def _start(self, address: str, environment: Mapping[str, str], owner: int) -> None:
+        """Start a server that ends with its owner, unless it runs.
+
+        One of another process outlives this one. So it holds none of its streams, and ends when it is not used.
+        """
         server = self._started.get(address)
         if server is not None and server.poll() is None:
             return
@@ -94,15 +98,14 @@ class ForkServers:
             listener.listen(512)
             if len(self._started) >= _MAX_SERVERS:
                 self._end(next(iter(self._started)))
-            # Of what only the first rank was given, no more than imports need: who looks for that rank by its variables
-            # would find the server.
-            own = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK} | load_time(environment)
-            own |= {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+            is_own = owner == os.getpid()
             self._started[address] = subprocess.Popen(
-                [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(os.getpid())],
-                env={**own, PADDING: "x" * PADDING_BYTES},
+                [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(owner)],
+                env={**_variables(owner, environment), PADDING: "x" * PADDING_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=None if is_own else subprocess.DEVNULL,
+                start_new_session=not is_own,
                 pass_fds=(listener.fileno(),),
             )
 
@@ -116,6 +119,34 @@ class ForkServers:
         for address in list(self._started):
             if address.startswith(f"forge-fork-{self._name}-"):
                 self._end(address)
+
+
+def _variables(owner: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a server: its owner's, and of those of the first rank no more than imports need.
+
+    Who looks for that rank, or for the program that starts the server, by its variables would find the server.
+    """
+    given = dict(os.environ) if owner == os.getpid() else _variables_of(owner)
+    left_out = {*_OF_A_RANK, *load_time(given), "PYTHONPATH"}
+    needed = load_time(environment) | {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+    return {name: value for name, value in given.items() if name not in left_out} | needed
+
+
+def _variables_of(pid: int) -> dict[str, str]:
+    """Return what a process was started with."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).partition("=")[::2] for word in words if b"=" in word)
+
+
+def _own_and_parents() -> Iterator[int]:
+    """Yield this process, its parent, and so on."""
+    pid = os.getpid()
+    while pid > 0:
+        yield pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended, or lives in another process namespace
+            return
 
 
 async def _ask(address: str, message: bytes) -> str:
