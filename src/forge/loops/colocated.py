@@ -76,6 +76,11 @@ class SharedPolicy(Trainer):
             `generator.update.mode` says what happens.
     """
 
+    @classmethod
+    def _forge_preload(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        generator = args[2] if len(args) > 2 else kwargs.get("generator")
+        return tuple(dict.fromkeys((*super()._forge_preload(), *Generator._forge_preload(generator))))
+
     def __init__(
         self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig, *, runs_ahead: bool = False
     ) -> None:

@@ -8,12 +8,14 @@ fork inherits, so that a rank is a fork of a process that loaded them in the sam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,14 +57,12 @@ class ForkServers:
         None where ranks are started by themselves: `FORGE_FORK=0`, under coverage, or if they cannot be forks.
         """
         environment = {**os.environ, **variables}
-        if environment.get(SWITCH) == "0" or any(name in environment for name in _COVERAGE):
+        if not _makes_forks(environment):
             return None
-        chosen = sys.executable, load_time(environment), surroundings("self")
-        key = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
         message = rank_stub.request(environment, preload)
         reason = "no server"
         for name, owner in self._scopes(environment):
-            address = f"forge-fork-{name}-{key}"
+            address = _address(name, environment)
             try:
                 if owner:
                     self._start(address, environment, owner)
@@ -79,8 +79,21 @@ class ForkServers:
         name, _, owner = environment.get(SCOPE, "").partition(":")
         if owner:
             yield name, next((pid for pid in _own_and_parents() if str(pid) == owner), None)
+        if _early is not None:
+            yield _early._name, None
         if owner != str(os.getpid()):
             yield self._name, os.getpid()
+
+    def begin(self, environment: Mapping[str, str], preload: Sequence[str]) -> threading.Thread:
+        """Start a server and let it import what a rank needs. The thread that waits for it ends with the server."""
+        address = _address(self._name, environment)
+        self._start(address, environment, os.getpid())
+        message = rank_stub.request(environment, preload)
+        asking = threading.Thread(
+            target=_ask_and_wait, args=(address, message), name="forge-early-imports", daemon=True
+        )
+        asking.start()
+        return asking
 
     def _start(self, address: str, environment: Mapping[str, str], owner: int) -> None:
         """Start a server that ends with its owner, unless it runs.
@@ -119,6 +132,53 @@ class ForkServers:
         for address in list(self._started):
             if address.startswith(f"forge-fork-{self._name}-"):
                 self._end(address)
+
+
+_early: ForkServers | None = None
+"""What the runs of this process may use beside servers of their own: see `imported_early`."""
+
+
+@contextlib.contextmanager
+def imported_early(environment: Mapping[str, str], preload: Sequence[str]) -> Iterator[None]:
+    """Let a fork server import what the ranks of runs inside the block need, beside what the block does before.
+
+    `environment` are all variables of such a rank. Ranks that need others have servers of their own, as they do if this
+    one fails. Nothing is started where ranks share servers with other programs, or are no forks.
+    """
+    global _early
+    if _early is not None or SCOPE in environment or not _makes_forks(environment):
+        yield
+        return
+    _early = ForkServers()
+    asking = None
+    try:
+        asking = _early.begin(environment, preload)
+        yield
+    finally:
+        _early.close()
+        _early = None
+        if asking is not None:
+            asking.join()
+
+
+def _makes_forks(environment: Mapping[str, str]) -> bool:
+    return environment.get(SWITCH) != "0" and not any(name in environment for name in _COVERAGE)
+
+
+def _address(name: str, environment: Mapping[str, str]) -> str:
+    """Return where a server listens: one for each set of variables and surroundings."""
+    chosen = sys.executable, load_time(environment), surroundings("self")
+    return f"forge-fork-{name}-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}"
+
+
+def _ask_and_wait(address: str, message: bytes) -> None:
+    """Ask a server of this process to import something. Whether it has, the first rank finds out."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect("\0" + address)
+        if rank_stub.peer_uid(connection) == os.geteuid():
+            connection.sendall(message)
+            while connection.recv(4096):
+                pass
 
 
 def _variables(owner: int, environment: Mapping[str, str]) -> dict[str, str]:
