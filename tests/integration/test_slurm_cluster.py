@@ -194,7 +194,7 @@ def test_the_run_continues_without_the_node_that_has_the_batch_script(desk: Desk
 
 def test_a_job_whose_controller_is_killed_ends_without_intervention(desk: Desk) -> None:
     cluster = desk.cluster
-    leases = ("launcher.heartbeat_timeout_s=8", "launcher.lease_s=10")
+    leases = ("launcher.heartbeat_timeout_s=15", "launcher.lease_s=20")
     controller = desk.control("launcher.job_name=orphaned", *DOOMED, *leases)
     desk.answer(controller)
     job = cluster.job(desk.job_named("orphaned"))["JobId"]
