@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,9 @@ class Child(ForgeActor):
 
 
 @pytest.fixture(autouse=True)
-def _own_servers(monkeypatch: pytest.MonkeyPatch, leaves_nothing: None) -> Iterator[None]:
+def _own_servers(monkeypatch: pytest.MonkeyPatch, leaves_nothing: None) -> None:
     monkeypatch.delenv(SCOPE, raising=False)
     monkeypatch.delenv(SWITCH, raising=False)
-    yield
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -104,11 +102,16 @@ def test_a_server_that_fails_is_replaced(drive: Any) -> None:
 
 
 def test_an_error_before_the_run_ends_the_server() -> None:
-    before = running()
-    with pytest.raises(ZeroDivisionError), imported_early(environment(), PRELOAD):
-        (early,) = servers(before)
-        raise ZeroDivisionError
-    assert has_ended(early.pid)
+    before, early = running(), []
+
+    def fail() -> None:
+        with imported_early(environment(), PRELOAD):
+            early.extend(servers(before))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [has_ended(server.pid) for server in early] == [True]
 
 
 @pytest.mark.parametrize("variables", [{SWITCH: "0"}, {SCOPE: "shared:1"}], ids=str)
