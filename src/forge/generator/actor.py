@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
+from forge.config import GenerationConfig, GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.adapters import NamedAdapters
 from forge.generator.devices import all_devices
@@ -77,7 +77,7 @@ class Generator(ForgeActor):
     @classmethod
     def _forge_preload(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         config = args[0] if args else kwargs.get("config")
-        if not isinstance(config, GeneratorConfig) or config.engine != "native":
+        if not isinstance(config, GenerationConfig) or config.engine != "native":
             return ()  # vLLM starts threads while it is imported
         return _PRELOAD if num_usable_gpus() else (*_PRELOAD, *_PRELOAD_CPU)
 

@@ -20,5 +20,6 @@ def early_imports(config: GRPOConfig | SupervisedConfig) -> AbstractContextManag
     preload = Trainer._forge_preload()
     if isinstance(config, GRPOConfig):
         preload += Generator._forge_preload(config.generator)
-    environment = {**os.environ, **import_environment(config.distributed.num_threads or 1)}
+    threads = import_environment(config.distributed.num_threads or 1)
+    environment = {**os.environ, **threads, **config.workers.trainer.env}
     return imported_early(environment, tuple(dict.fromkeys(preload)))

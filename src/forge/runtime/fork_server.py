@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -23,6 +24,7 @@ import select
 import signal
 import site
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,6 +329,19 @@ def _become(rank: Rank) -> None:
         sys.modules["numpy"].random.seed()  # the forks of one process must not draw the same numbers
 
 
+def _end_with_owner() -> None:
+    """Let SIGIO end this process, but no fork of it, when its owner has ended, also while it imports something.
+
+    Standard input is a pipe whose other end the owner has; so have its forks, while they live. Servers of one owner
+    share it, and SIGIO goes to one process for each time that it is opened.
+    """
+    life = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([life], [], [], 0)[0]:
+        os._exit(0)
+
+
 def main() -> None:
     listener, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     os.environ.pop(PADDING, None)
@@ -334,9 +349,17 @@ def main() -> None:
     os.environ.setdefault(_COUNT_BY_NVML, "1")
     for number in (*_SIGNALS, signal.SIGCHLD):  # the kernel collects keepers that have ended
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # see `forge.runtime.forking`
+    is_own = stat.S_ISFIFO(os.fstat(0).st_mode)
+    if is_own:
+        _end_with_owner()
     if not _can_rename():
         return  # nothing would find the ranks by their environment; so they are started by themselves
-    rank = ForkServer(listener, owner, None if owner == os.getppid() else _IDLE_LIMIT_S).serve()
+    try:
+        server = ForkServer(listener, owner, None if is_own else _IDLE_LIMIT_S)
+    except ProcessLookupError:  # the owner has ended meanwhile
+        os._exit(0)
+    rank = server.serve()
     if rank is None:
         os._exit(0)  # nothing here needs an orderly end
     atexit.register(gc.unfreeze)  # libraries count what the collector has left when the interpreter ends

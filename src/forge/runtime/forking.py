@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -60,8 +62,8 @@ class ForkServers:
         if not _makes_forks(environment):
             return None
         message = rank_stub.request(environment, preload)
-        reason = "no server"
-        for name, owner in self._scopes(environment):
+        reason, early = "no server", _early.servers
+        for name, owner in self._scopes(environment, early):
             address = _address(name, environment)
             try:
                 if owner:
@@ -69,31 +71,41 @@ class ForkServers:
                 reason = await _ask(address, message)
             except OSError as error:
                 reason = str(error)
-            if not reason:
-                return ForkPoint(address, rank_stub.__file__)
+            else:
+                if not reason:
+                    return ForkPoint(address, rank_stub.__file__)
+                if early is not None and name == early._name:
+                    break  # one of our own would import the same, and refuse for the same reason
         _log.info("processes start by themselves, not as forks: %s", reason)
         return None
 
-    def _scopes(self, environment: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    def _scopes(
+        self, environment: Mapping[str, str], early: ForkServers | None
+    ) -> Iterator[tuple[str, int | None]]:
         """Yield the names of the servers that may be used, and with whose end they end; None: they are not started."""
         name, _, owner = environment.get(SCOPE, "").partition(":")
         if owner:
             yield name, next((pid for pid in _own_and_parents() if str(pid) == owner), None)
-        if _early is not None:
-            yield _early._name, None
+        if early is not None:
+            yield early._name, None
         if owner != str(os.getpid()):
             yield self._name, os.getpid()
 
-    def begin(self, environment: Mapping[str, str], preload: Sequence[str]) -> threading.Thread:
-        """Start a server and let it import what a rank needs. The thread that waits for it ends with the server."""
-        address = _address(self._name, environment)
-        self._start(address, environment, os.getpid())
-        message = rank_stub.request(environment, preload)
-        asking = threading.Thread(
-            target=_ask_and_wait, args=(address, message), name="forge-early-imports", daemon=True
-        )
-        asking.start()
-        return asking
+    def begin(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Start a server, and tell it what a rank needs. Whether it has imported that, the first rank finds out.
+
+        Nothing waits for it, and none is left where it cannot be started or told.
+        """
+        try:
+            address = _address(self._name, environment)
+            self._start(address, environment, os.getpid())
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.setblocking(False)  # the server reads the message when it has started
+                connection.connect("\0" + address)
+                connection.sendall(rank_stub.request(environment, preload))
+        except (OSError, ValueError) as error:  # ValueError: of a variable that no process can have
+            _log.debug("nothing is imported early: %s", error)
+            self.close()
 
     def _start(self, address: str, environment: Mapping[str, str], owner: int) -> None:
         """Start a server that ends with its owner, unless it runs.
@@ -112,15 +124,20 @@ class ForkServers:
             if len(self._started) >= _MAX_SERVERS:
                 self._end(next(iter(self._started)))
             is_own = owner == os.getpid()
-            self._started[address] = subprocess.Popen(
-                [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(owner)],
-                env={**_variables(owner, environment), PADDING: "x" * PADDING_BYTES},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=None if is_own else subprocess.DEVNULL,
-                start_new_session=not is_own,
-                pass_fds=(listener.fileno(),),
-            )
+            variables = {**_variables(owner, environment), PADDING: "x" * PADDING_BYTES}
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the server ignores it
+            try:
+                self._started[address] = subprocess.Popen(
+                    [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(owner)],
+                    env=variables,
+                    stdin=_life() if is_own else subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=None if is_own else subprocess.DEVNULL,
+                    start_new_session=not is_own,
+                    pass_fds=(listener.fileno(),),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _end(self, address: str) -> None:
         server = self._started.pop(address)
@@ -134,8 +151,31 @@ class ForkServers:
                 self._end(address)
 
 
-_early: ForkServers | None = None
-"""What the runs of this process may use beside servers of their own: see `imported_early`."""
+class _Early:
+    """The servers that the runs of this process may use beside their own, while any of those that share them lasts."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._runs: set[object] = set()
+        self.servers: ForkServers | None = None
+
+    def enter(self, run: object, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        with self._guard:
+            self._runs.add(run)
+            if self.servers is None:
+                self.servers = ForkServers()
+                self.servers.begin(environment, preload)
+
+    def leave(self, run: object) -> None:
+        with self._guard:
+            self._runs.discard(run)
+            if not self._runs:
+                servers, self.servers = self.servers, None
+                if servers is not None:
+                    servers.close()
+
+
+_early: Final = _Early()
 
 
 @contextlib.contextmanager
@@ -143,22 +183,24 @@ def imported_early(environment: Mapping[str, str], preload: Sequence[str]) -> It
     """Let a fork server import what the ranks of runs inside the block need, beside what the block does before.
 
     `environment` are all variables of such a rank. Ranks that need others have servers of their own, as they do if this
-    one fails. Nothing is started where ranks share servers with other programs, or are no forks.
+    one fails. Runs at the same time share that of the first. Nothing is started where ranks share servers with other
+    programs, or are no forks.
     """
-    global _early
-    if _early is not None or SCOPE in environment or not _makes_forks(environment):
+    if SCOPE in environment or not _makes_forks(environment):
         yield
         return
-    _early = ForkServers()
-    asking = None
+    run = object()
     try:
-        asking = _early.begin(environment, preload)
+        _early.enter(run, environment, preload)
         yield
     finally:
-        _early.close()
-        _early = None
-        if asking is not None:
-            asking.join()
+        _early.leave(run)
+
+
+@functools.cache
+def _life() -> int:
+    """Return the end of a pipe that can be read when this process has ended, however it has: the other end stays."""
+    return os.pipe()[0]
 
 
 def _makes_forks(environment: Mapping[str, str]) -> bool:
@@ -169,16 +211,6 @@ def _address(name: str, environment: Mapping[str, str]) -> str:
     """Return where a server listens: one for each set of variables and surroundings."""
     chosen = sys.executable, load_time(environment), surroundings("self")
     return f"forge-fork-{name}-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}"
-
-
-def _ask_and_wait(address: str, message: bytes) -> None:
-    """Ask a server of this process to import something. Whether it has, the first rank finds out."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect("\0" + address)
-        if rank_stub.peer_uid(connection) == os.geteuid():
-            connection.sendall(message)
-            while connection.recv(4096):
-                pass
 
 
 def _variables(owner: int, environment: Mapping[str, str]) -> dict[str, str]:
