@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from forge import ForgeActor, endpoint
-from forge.config import GRPOConfig, SFTConfig
+from forge import ForgeActor, Generator, endpoint
+from forge.config import GeneratorConfig, GRPOConfig, SFTConfig
 from forge.errors import DataError
 from forge.loops.early_imports import early_imports
 from forge.loops.sft import run_sft
@@ -129,6 +133,85 @@ def test_only_runs_of_this_host_begin_early(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, "1")
     with early_imports(GRPOConfig()):
         assert servers(before) == []
+
+
+def test_runs_at_the_same_time_share_the_server_until_the_last_one_ends() -> None:
+    before = running()
+    with contextlib.ExitStack() as second:
+        with imported_early(environment(), PRELOAD):
+            (early,) = servers(before)
+            second.enter_context(imported_early(environment(), PRELOAD))
+            assert servers(before) == [early]
+        assert servers(before) == [early], "the second run may be asking it"
+    assert has_ended(early.pid)
+
+
+def test_a_server_that_refuses_is_not_replaced(drive: Any) -> None:
+    """One of the run's own would import the same again, and refuse, too."""
+    before = running()
+
+    async def body() -> None:
+        child = await Child.options(preload=("preloads",)).as_actor()
+        assert [server.pid for server in servers(before)] == [early.pid]
+        assert early.pid not in await child.parents.call_one()
+
+    with imported_early(environment(), ("preloads",)):
+        (early,) = servers(before)
+        drive(body())
+
+
+def test_an_interrupt_while_the_server_starts_is_not_for_it(drive: Any) -> None:
+    before = running()
+
+    async def body() -> None:
+        child = await Child.options(preload=PRELOAD).as_actor()
+        assert early.pid in await child.parents.call_one()
+
+    with imported_early(environment(), PRELOAD):
+        (early,) = servers(before)
+        early.send_signal(signal.SIGINT)
+        drive(body())
+
+
+def test_a_run_continues_where_no_server_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = running()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with imported_early(environment(), PRELOAD):
+        assert running() == before
+
+
+LASTING = """
+import os, sys, time
+from forge.runtime.forking import imported_early
+with imported_early({**os.environ, "PYTHONPATH": sys.argv[1]}, ("lasting",)):
+    time.sleep(600)
+"""
+
+
+def test_a_server_ends_with_its_program_while_it_imports(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    (tmp_path / "lasting.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)\n")
+    program = subprocess.Popen([sys.executable, "-c", LASTING, str(tmp_path)])
+    try:
+        begun.read_text()  # waits for the import
+        (early,) = psutil.Process(program.pid).children()
+    finally:
+        program.kill()
+        program.wait()
+    assert has_ended(early.pid)
+
+
+def test_what_is_imported_early_is_what_workers_need() -> None:
+    before = running()
+    chosen = GRPOConfig.model_validate({"workers": {"trainer": {"env": {"OMP_WAIT_POLICY": "passive"}}}})
+    with early_imports(chosen):
+        (early,) = servers(before)
+        assert early.environ()["OMP_WAIT_POLICY"] == "passive"
+    with early_imports(GRPOConfig.model_validate({"workers": {"trainer": {"env": {SWITCH: "0"}}}})):
+        assert servers(before) == []
+    made = GeneratorConfig.of(chosen.model, chosen.generator)
+    assert Generator._forge_preload(chosen.generator) == Generator._forge_preload(made) != ()
 
 
 def config(folder: Path, data: Path) -> SFTConfig:
