@@ -195,6 +195,26 @@ def test_a_package_that_lies_elsewhere_is_imported_by_the_rank_itself(drive, mon
     assert "decimal would be imported from another folder" in caplog.text
 
 
+def test_what_a_package_imports_from_elsewhere_stays_with_the_first_rank(drive, monkeypatch, tmp_path, caplog):
+    own, shadow = tmp_path / "own", tmp_path / "shadow"
+    for folder, file in ((own, "paints.py"), (shadow, "colorsys.py")):
+        folder.mkdir()
+        (folder / file).write_text("import colorsys")
+
+    async def body():
+        first = await Looker.options(preload=("paints",)).as_actor()
+        assert is_fork(await first.look.call_one())
+        sys.path.remove(str(shadow))
+        second = await Looker.options(preload=("paints",)).as_actor()
+        assert not is_fork(await second.look.call_one())
+
+    monkeypatch.syspath_prepend(own)
+    monkeypatch.syspath_prepend(shadow)
+    with caplog.at_level(logging.INFO, logger="forge.runtime"):
+        drive(body())
+    assert "colorsys would be imported from another folder" in caplog.text
+
+
 OF_A_RANK = ("FORGE", "RANK", "WORLD", "LOCAL", "MASTER")
 
 IMPORTS = f"""

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from forge.runtime import rank_stub
@@ -125,13 +126,30 @@ def _site_folders() -> set[str]:
 
 
 def _moved(rank: Rank) -> str | None:
-    """Return a package that the rank would import from elsewhere than this process has."""
+    """Return a module that the rank would import from elsewhere than this process has.
+
+    Where its search path is another, that may be any, also one that a library imports.
+    """
     path = module_search_path(rank.folder, rank.environment.get("PYTHONPATH", ""), sys.path, _started_with_path())
     for name in {name.partition(".")[0] for name in rank.preload} & sys.modules.keys():
         own, found = sys.modules[name].__spec__, PathFinder.find_spec(name, path)
         if own is not None and (found is None or found.origin != own.origin):
             return name
-    return None
+    if path == sys.path:
+        return None
+    loaded = [name for name, module in list(sys.modules.items()) if "." not in name and _has_file(module)]
+    return next((name for name in loaded if _place(name, path) != _place(name, sys.path)), None)
+
+
+def _has_file(module: ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and spec.has_location
+
+
+def _place(name: str, path: list[str]) -> str | None:
+    """Return where a module lies on a search path; None where something else finds it, or nothing does."""
+    found = PathFinder.find_spec(name, path)
+    return None if found is None else found.origin
 
 
 def _started_with_path() -> str:
