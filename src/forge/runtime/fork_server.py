@@ -353,10 +353,12 @@ def _end_with_owner() -> None:
     Standard input is a pipe whose other end the owner has; so have its forks, while they live. Servers of one owner
     share it, and SIGIO goes to one process for each time that it is opened.
     """
-    life = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK)
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:
+    own = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK)
+    os.dup2(own, 0)
+    os.close(own)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:
         os._exit(0)
 
 

@@ -79,9 +79,7 @@ class ForkServers:
         _log.info("processes start by themselves, not as forks: %s", reason)
         return None
 
-    def _scopes(
-        self, environment: Mapping[str, str], early: ForkServers | None
-    ) -> Iterator[tuple[str, int | None]]:
+    def _scopes(self, environment: Mapping[str, str], early: ForkServers | None) -> Iterator[tuple[str, int | None]]:
         """Yield the names of the servers that may be used, and with whose end they end; None: they are not started."""
         name, _, owner = environment.get(SCOPE, "").partition(":")
         if owner:
