@@ -11,7 +11,6 @@ from typing import Final
 from aiohttp import web
 
 from forge.envs.chat_api.errors import RequestError, parameter_error
-from forge.envs.chat_api.listening import until_sent
 from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
 from forge.ui.live_run import LiveRun
@@ -44,8 +43,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
     """Send what changes, as server-sent events, until the page is closed.
 
     `list` has runs whose line has changed, `run` what is new of a run that the page shows, and `rows` its new rows. The
-    parameter `run` may be given several times, and with it `after` and `table`, which say what the page has. Nothing is
-    prepared for a page before it has taken what it was sent.
+    parameter `run` may be given several times, and with it `after` and `table`, which say what the page has.
     """
     hub, streams = request.app[HUB], request.app[STREAMS]
     followed = _followed(request)
@@ -65,7 +63,6 @@ async def _events(request: web.Request) -> web.StreamResponse:
                 change = hub.change
                 texts = await news.take()
                 await response.write("".join(texts).encode() if texts else b": here\n\n")
-                await until_sent(request)
                 if news.has_more:
                     continue
                 try:

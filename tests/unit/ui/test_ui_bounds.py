@@ -16,6 +16,7 @@ import pytest
 
 from certificates import make_certificates
 from forge.loops.run_control import listening
+from forge.envs.chat_api.send_limit import _waiting_and_taken
 from forge.ui.control_routes import ANSWER_LIMIT_S, MAX_ASKING
 from forge.ui.hub import Hub
 from forge.ui.news import MAX_STREAMS
@@ -79,8 +80,19 @@ def ask(client: Client, path: str, tls: ssl.SSLContext | None = None) -> socket.
     return own
 
 
-def waiting_bytes(connection: Any) -> int:
-    return 0 if connection.transport is None else int(connection.transport.get_write_buffer_size())
+def is_stuck(connection: Any) -> bool:
+    """Whether more was sent than the systems of both ends hold."""
+    transport = connection.transport
+    if transport is None:
+        return False
+    return int(_waiting_and_taken(transport.get_extra_info("socket"))[0]) > 1 << 12
+
+
+async def pass_limits_until(condition: Callable[[], bool]) -> None:
+    """Let time pass in which the server looks once, again and again. `ui_client` ends this after 600 seconds."""
+    while not condition():
+        skip(LIMIT_S + 1)
+        await asyncio.sleep(0.02)
 
 
 def test_streams_that_nobody_reads_are_closed_and_leave_their_places_to_others(runs: Path) -> None:
@@ -88,15 +100,15 @@ def test_streams_that_nobody_reads_are_closed_and_leave_their_places_to_others(r
         async with listed(runs) as client:
             await until(lambda: not connections(client))
             silent = [ask(client, "/api/events") for _ in range(MAX_STREAMS)]
-            await until(lambda: sum(waiting_bytes(each) > 0 for each in connections(client)) == MAX_STREAMS)
+            await until(lambda: sum(map(is_stuck, connections(client))) == MAX_STREAMS)
             async with client.raw("/api/events") as refused:
                 assert (refused.status, (await refused.json())["error"]["code"]) == (503, "too_many_pages")
             skip(LIMIT_S - 5)
+            await asyncio.sleep(0.01)
             assert len((await client.get("/api/runs"))["runs"]) == NUM_RUNS
             async with client.raw("/api/events") as refused:
                 assert refused.status == 503
-            skip(6)
-            await until(lambda: not any(map(waiting_bytes, connections(client))))
+            await pass_limits_until(lambda: not any(map(is_stuck, connections(client))))
             async with client.events() as following:
                 assert (await following("list"))["runs"]
             for sock in silent:
@@ -125,9 +137,8 @@ def test_answers_that_nobody_takes_end_with_their_connection(
                 await until(lambda: client.ui.hub.list_since(0).is_complete)
             await until(lambda: not connections(client))
             sock = await asyncio.to_thread(ask, client, path, tls)
-            await until(lambda: any(map(waiting_bytes, connections(client))))
-            skip(LIMIT_S + 1)
-            await until(lambda: not connections(client))
+            await until(lambda: any(map(is_stuck, connections(client))))
+            await pass_limits_until(lambda: not connections(client))
             sock.close()
 
     run_stepped(body())
@@ -138,19 +149,18 @@ def test_a_client_that_reads_slowly_gets_all_of_it(runs: Path) -> None:
         async with listed(runs) as client:
             await until(lambda: not connections(client))
             sock = ask(client, "/api/runs")
-            await until(lambda: any(map(waiting_bytes, connections(client))))
+            await until(lambda: any(map(is_stuck, connections(client))))
             (connection,) = connections(client)
-            taken, num_skips = b"", 0
-            while (left := waiting_bytes(connection)) > 0:
-                while waiting_bytes(connection) == left:
-                    taken += await asyncio.to_thread(sock.recv, 1 << 14)
-                if num_skips < 12:  # most of an hour would be too much for the client of `listed`
-                    num_skips += 1
-                    skip(LIMIT_S - 1)
-                    await asyncio.sleep(0)
-            assert num_skips == 12
-            assert connection.transport is not None
-            head, _, rest = taken.partition(b"\r\n\r\n")
+            own = connection.transport.get_extra_info("socket")
+            data = b""
+            for _ in range(8):  # minutes: twelve times the limit
+                before = _waiting_and_taken(own)[1]
+                while _waiting_and_taken(own)[1] == before:
+                    data += await asyncio.to_thread(sock.recv, 1 << 12)
+                skip(LIMIT_S + 1)
+                await asyncio.sleep(0.01)
+                assert is_stuck(connection)
+            head, _, rest = data.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].split()[0])
             while len(rest) < length:
                 rest += await asyncio.to_thread(sock.recv, 1 << 16)

@@ -160,21 +160,6 @@ class Connection(RequestHandler):
         if self.send_limit_s is not None and isinstance(transport, asyncio.Transport):
             self._send_limit = SendLimit(transport, self.send_limit_s)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._send_limit is not None:
-            self._send_limit.begin()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._send_limit is not None:
-            self._send_limit.end()
-
-    async def until_sent(self) -> None:
-        """Wait until all that was written has been sent, or the connection has ended. Only with `send_limit_s`."""
-        if self._send_limit is not None:
-            await self._send_limit.is_free.wait()
-
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         if self._send_limit is not None:

@@ -83,12 +83,6 @@ class HttpListener:
             sock.close()
 
 
-async def until_sent(request: web.Request) -> None:
-    """Wait until all that was written to a request's connection has been sent, or the connection has ended."""
-    if isinstance(request.protocol, Connection):
-        await request.protocol.until_sent()
-
-
 def admit(request: web.Request) -> None:
     """Note that a request has an accepted key: its connection may stay open."""
     connection = request.protocol

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import socket
+import struct
+import termios
 from typing import Final
 
 _log = logging.getLogger("forge.envs.chat_api")
-_LIMITS: Final = (1, 0)
-"""Writing is paused while a byte waits, and resumed when none does."""
+_INFO_SIZE: Final = 256
+_BYTES_ACKED: Final = 120
+"""Where struct tcp_info has tcpi_bytes_acked, since Linux 4.1."""
 
 
 class SendLimit:
-    """Ends a connection while data waits to be sent and its client has taken none of it for `limit_s`.
+    """Ends a connection whose client has taken nothing for `limit_s` while data waits for it.
 
-    A client that takes it slowly is kept. What the operating system has taken, at this end or at the client's, counts
-    as taken; with TLS, so do the 64 KiB that asyncio holds below it. Write nothing more while `is_free` is not set:
-    what is added would hide what was taken.
-
-    Attributes:
-        is_free: set while nothing waits to be sent.
+    It looks every `limit_s`, so that takes up to twice as long. What counts is what the client's system has
+    acknowledged: a slow client is kept, with TLS or without. A system that does not say how much that is has no limit.
     """
 
     def __init__(self, transport: asyncio.Transport, limit_s: float) -> None:
         self._transport, self._limit_s = transport, limit_s
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._size = 0
-        self.is_free = asyncio.Event()
-        self.is_free.set()
-        transport.set_write_buffer_limits(*_LIMITS)
-
-    def begin(self) -> None:
-        """Note that data waits to be sent."""
-        self.is_free.clear()
-        self._size = self._transport.get_write_buffer_size()
-        self._timer = self._loop.call_later(self._limit_s, self._check)
+        self._seen = (0, 0)
+        self._timer = self._loop.call_later(limit_s, self._check)
 
     def end(self) -> None:
-        """Note that nothing waits any more: all was sent, or the connection has ended."""
-        self.is_free.set()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Look no more: the connection has ended."""
+        self._timer.cancel()
 
     def _check(self) -> None:
-        before, self._size = self._size, self._transport.get_write_buffer_size()
-        if self._size < before:
+        before, self._seen = self._seen, _waiting_and_taken(self._transport.get_extra_info("socket"))
+        waiting, taken = self._seen
+        if waiting and before[0] and 0 < taken == before[1]:
+            _log.info("a client took nothing of what was sent for %g s: its connection is closed", self._limit_s)
+            self._transport.abort()
+        else:
             self._timer = self._loop.call_later(self._limit_s, self._check)
-            return
-        self._timer = None
-        _log.info("a client took nothing of %d bytes for %g s: its connection is closed", self._size, self._limit_s)
-        self._transport.abort()
+
+
+def _waiting_and_taken(sock: socket.socket | None) -> tuple[int, int]:
+    """Return how many bytes the system has not yet brought to the other end of a connection, and how many it has."""
+    if sock is None:
+        return 0, 0
+    try:
+        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+        return struct.unpack("i", queued)[0], struct.unpack_from("Q", info, _BYTES_ACKED)[0]
+    except (OSError, struct.error):  # it has ended, or the system does not say
+        return 0, 0
