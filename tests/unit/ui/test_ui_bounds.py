@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 
 from certificates import make_certificates
+from forge.errors import DataError
 from forge.loops.run_control import listening
+from forge.observe.league_table import LEAGUE_TABLE, MAX_BYTES, read_league
+from forge.observe.report import read_run
 from forge.envs.chat_api.send_limit import _waiting_and_taken
 from forge.ui.control_routes import ANSWER_LIMIT_S, MAX_ASKING
 from forge.ui.hub import Hub
+from forge.ui.live_run import LiveRun
 from forge.ui.news import MAX_STREAMS
 from forge.ui.run_summary import RunSummary, SummaryReader
 from run_folders import write_metrics
@@ -306,3 +310,22 @@ def test_a_run_that_does_not_answer_is_not_waited_for_without_end(tmp_path: Path
         release.set()
 
     with_run(tmp_path, answer, body)
+
+
+def test_a_league_table_is_read_up_to_its_bound(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 1)
+    path, table = tmp_path / LEAGUE_TABLE, {"step": 1, "rating": 1.0, "members": []}
+    path.write_text(json.dumps(table).ljust(MAX_BYTES))
+    summary = SummaryReader(tmp_path, "run").read()
+    described = LiveRun(tmp_path).describe(summary)
+    assert (described["league"], described["notes"]) == (table, [])
+    path.write_text(json.dumps(table).ljust(MAX_BYTES + 1))
+    described = LiveRun(tmp_path).describe(summary)
+    note = "league.json could not be read: a file that a run wrote: it has more than 1 MiB."
+    assert (described["league"], described["notes"]) == ({}, [note])
+    assert note in read_run(tmp_path, max_samples=0).notes
+    with pytest.raises(DataError) as refused:
+        read_league(tmp_path)
+    assert refused.value.path == str(path)
+    assert str(refused.value.rule).endswith("it has more than 1 MiB")
+    assert "delete it" in str(refused.value.repair)
