@@ -49,8 +49,8 @@ class ObserveConfig(ConfigModel):
     system_max_mb: float = Field(
         default=32.0,
         ge=1,
-        description="MiB of system.jsonl at most. A run that writes more keeps all of its history: its newest lines, and "
-        "of the older ones a part, evenly spread over its time.",
+        description="MiB of system.jsonl at most. A run that writes more keeps its newest lines and, of the older "
+        "ones, some that are evenly spread over its time.",
     )
     profile: ProfileConfig = Field(
         default_factory=ProfileConfig, description="Steps that are profiled with torch.profiler."

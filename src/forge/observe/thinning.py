@@ -16,6 +16,7 @@ from forge.observe.jsonl import decode_line
 _LATEST: Final = 1e18
 """No clock is so late."""
 
+
 def thin_file(path: Path, max_bytes: int) -> None:
     """Leave at most half of `max_bytes` of a metrics file. The file is replaced atomically.
 

@@ -21,9 +21,9 @@ _HEAD: Final = 128
 class MetricTail:
     """Reads a metrics file that grows, and may be replaced by another one.
 
-    A resumed run replaces the file by one with fewer lines, and so does a run whose file has reached its bound. Then the
-    table starts over: the last line that was read is no longer where it was. A last line without an end is
-    left for later. Lines that are not lines of metrics are counted and skipped.
+    A resumed run replaces the file by one with fewer lines, and so does a run whose file has reached its bound. Then
+    the table starts over: the last line that was read is no longer where it was. A last line without an end is left for
+    later. Lines that are not lines of metrics are counted and skipped.
     """
 
     def __init__(self, path: Path, table: MetricTable) -> None:

@@ -100,7 +100,7 @@ def test_a_run_keeps_to_the_bound_of_its_configuration(tmp_path: Path) -> None:
     asyncio.run(observer.after_step(10_001))
     observer.close()
     assert path.stat().st_size <= 1 << 19
-    assert steps_of(path)[::len(steps_of(path)) - 1] == [0, 10_001]
+    assert steps_of(path)[:: len(steps_of(path)) - 1] == [0, 10_001]
 
 
 KILLED = """

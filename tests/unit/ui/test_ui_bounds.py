@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from certificates import make_certificates
+from forge.envs.chat_api.send_limit import _waiting_and_taken
 from forge.errors import DataError
 from forge.loops.run_control import listening
 from forge.observe.league_table import LEAGUE_TABLE, MAX_BYTES, read_league
 from forge.observe.report import read_run
-from forge.envs.chat_api.send_limit import _waiting_and_taken
 from forge.ui.control_routes import ANSWER_LIMIT_S, MAX_ASKING
 from forge.ui.hub import Hub
 from forge.ui.live_run import LiveRun
@@ -55,9 +55,9 @@ async def listed(runs: Path, **options: Any) -> AsyncIterator[Client]:
     async with ui_client(runs, **options) as client:
         for listener in client.ui._listener._sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)
-        async with client.raw("/api/events"):
-            while not client.ui.hub.list_since(0).is_complete:
-                await asyncio.sleep(0.01)
+        async with client.http.get(f"{client.ui.base_url}/api/events", headers=client._headers, ssl=False):
+            await until(lambda: client.ui.hub.list_since(0).is_complete)
+        await until(lambda: not connections(client))
         yield client
 
 
@@ -68,7 +68,7 @@ def connections(client: Client) -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - nothing tells what the other end has done
         await asyncio.sleep(0.005)
 
 
@@ -102,7 +102,6 @@ async def pass_limits_until(condition: Callable[[], bool]) -> None:
 def test_streams_that_nobody_reads_are_closed_and_leave_their_places_to_others(runs: Path) -> None:
     async def body() -> None:
         async with listed(runs) as client:
-            await until(lambda: not connections(client))
             silent = [ask(client, "/api/events") for _ in range(MAX_STREAMS)]
             await until(lambda: sum(map(is_stuck, connections(client))) == MAX_STREAMS)
             async with client.raw("/api/events") as refused:
@@ -134,12 +133,7 @@ def test_answers_that_nobody_takes_end_with_their_connection(
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
 
     async def body() -> None:
-        async with ui_client(runs, **options) as client:
-            for listener in client.ui._listener._sockets:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)
-            async with client.http.get(f"{client.ui.base_url}/api/events", headers=client._headers, ssl=False):
-                await until(lambda: client.ui.hub.list_since(0).is_complete)
-            await until(lambda: not connections(client))
+        async with listed(runs, **options) as client:
             sock = await asyncio.to_thread(ask, client, path, tls)
             await until(lambda: any(map(is_stuck, connections(client))))
             await pass_limits_until(lambda: not connections(client))
@@ -151,7 +145,6 @@ def test_answers_that_nobody_takes_end_with_their_connection(
 def test_a_client_that_reads_slowly_gets_all_of_it(runs: Path) -> None:
     async def body() -> None:
         async with listed(runs) as client:
-            await until(lambda: not connections(client))
             sock = ask(client, "/api/runs")
             await until(lambda: any(map(is_stuck, connections(client))))
             (connection,) = connections(client)
