@@ -320,7 +320,7 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
     async def body():
         from forge.runtime.process_watch import find_ranks
 
-        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=15).as_actor())
+        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=5).as_actor())
         found: list[int] = []
         while not found:
             await asyncio.sleep(0)
@@ -382,7 +382,7 @@ def test_a_handle_elsewhere_hears_of_the_end_of_its_service(drive):
 
 def test_a_handle_elsewhere_hears_of_the_death_of_its_owner(drive):
     async def body():
-        owner = await Owner.as_actor()
+        owner = await Owner.as_actor(8)
         service = await owner.handle.call_one()
         assert len(await service.pid.fanout()) == 2
         pending = asyncio.ensure_future(service.hold.route("never"))

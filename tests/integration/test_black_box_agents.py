@@ -130,7 +130,7 @@ def test_the_exit_status_is_the_reward(codec: ChatTokenizer, ending: str, reward
 
 def test_a_program_without_end_is_an_outcome_and_is_graded(codec: ChatTokenizer) -> None:
     source = PLAIN + "print(ask([{'role': 'user', 'content': 'x'}])['content'], flush=True)\nwhile True: pass"
-    program = program_episode(["python3", "-c", source], timeout_s=20.0, grader=lambda task, run: {"said": 0.25})
+    program = program_episode(["python3", "-c", source], timeout_s=8.0, grader=lambda task, run: {"said": 0.25})
     done = run(program, ScriptedPolicy(codec, [f"ok{END}"]))
     assert (done.outcome, done.score.parts) == ("time_limit", {"said": 0.25})
 

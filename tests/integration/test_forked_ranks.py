@@ -9,6 +9,7 @@ import random
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from forge import ForgeActor, Generator, GeneratorConfig, Trainer, endpoint
+from forge.runtime.fork_server import ForkServer
 from forge.runtime.forking import SCOPE, SWITCH, ForkServers
 from forge.runtime.process_watch import find_marked
 from leftovers import has_ended
@@ -70,7 +72,14 @@ _shared: set[int] = set()
 
 def servers() -> list[psutil.Process]:
     children = [child for child in psutil.Process().children() if child.pid not in _shared]
-    return [child for child in children if "forge.runtime.fork_server" in child.cmdline()]
+    return [child for child in children if is_server(child)]
+
+
+def is_server(process: psutil.Process) -> bool:
+    try:
+        return "forge.runtime.fork_server" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def is_fork(seen: dict[str, Any]) -> bool:
@@ -326,10 +335,18 @@ asyncio.run(main())
 @pytest.fixture
 def scope(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(SCOPE, f"test-{os.getpid()}:{os.getpid()}")
+    shared = left_servers()
     yield
-    for server in servers():
+    for server in {*servers(), *left_servers()} - {*shared}:
         server.kill()
         server.wait()
+
+
+def left_servers(owner: int | None = None) -> list[psutil.Process]:
+    """Return the servers that programs have left to the scope of an owner; default: this process."""
+    wanted = str(owner or os.getpid())
+    found = [each for each in psutil.process_iter() if is_server(each) and each.cmdline()[-1] == wanted]
+    return [each for each in found if each.ppid() != os.getpid()]
 
 
 def test_runs_of_a_scope_share_servers(drive, scope):
@@ -340,3 +357,40 @@ def test_runs_of_a_scope_share_servers(drive, scope):
     first, second = drive(body()), drive(body())
     assert first == second
     assert [server.cmdline() for server in servers()] == [first]
+
+
+def test_programs_of_a_scope_share_a_server_that_holds_nothing_of_them(scope, tmp_path):
+    """It stays when the first program has ended, which its reader sees, and has none of its variables."""
+    before, seen = {*left_servers()}, []
+    for number in ("1", "2"):
+        variables = {**os.environ, "MARK": number, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        seen.append([each for each in left_servers() if each not in before])
+    ((first,), second) = seen
+    assert second == [first]
+    assert "MARK" not in first.environ()
+    assert first.environ()["HF_HOME"] == str(tmp_path)
+    assert os.getsid(first.pid) == first.pid, "signals for the program's group are not for the server"
+
+
+def test_a_program_outside_the_scope_starts_servers_of_its_own(tmp_path):
+    other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        variables = {**os.environ, SCOPE: f"other-{os.getpid()}:{other.pid}"}
+        command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        assert left_servers(other.pid) == []
+    finally:
+        other.communicate()
+
+
+def test_a_server_that_is_left_ends_when_nobody_uses_it():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0forge-idle-{os.getpid()}")
+        listener.listen()
+        server = ForkServer(listener, os.getpid(), 0.01)
+        assert server.serve() is None
+        os.close(server._owner)

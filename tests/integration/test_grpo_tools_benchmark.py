@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from forge.envs.agent import Agent
+from forge.runtime.forking import SCOPE
 from forge.types import Task
 from scripted_policy import ScriptedPolicy, state_of
 
@@ -57,7 +58,7 @@ def folder(modules: dict[str, ModuleType], tmp_path: Path) -> Path:
 def test_a_quick_run_of_our_side(tmp_path: Path, leaves_nothing: None) -> None:
     written = tmp_path / "found.json"
     command = [sys.executable, str(BENCHMARKS / "grpo_tools.py"), "--quick", "--rounds", "1", "--sides", OURS]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+    environment = {name: value for name, value in os.environ.items() if name == SCOPE or not name.startswith("FORGE_")}
     done = subprocess.run(
         [*command, "--json", str(written)], capture_output=True, text=True, timeout=600, check=False, env=environment
     )

@@ -275,9 +275,12 @@ class Holder(ForgeActor):
 class Owner(ForgeActor):
     """Starts a service inside an actor."""
 
+    def __init__(self, heartbeat_timeout_s: float = 15) -> None:
+        self.heartbeats = {"heartbeat_s": 0.2, "heartbeat_timeout_s": heartbeat_timeout_s}
+
     @endpoint
     async def setup(self) -> None:
-        self.service = await Worker.options(num_replicas=2, heartbeat_s=0.2, heartbeat_timeout_s=15).as_service()
+        self.service = await Worker.options(num_replicas=2, **self.heartbeats).as_service()
 
     @endpoint
     async def call(self) -> list[int]:

@@ -27,7 +27,8 @@ def running_children() -> list[psutil.Process]:
 
 
 def processes_of(controller: int) -> list[psutil.Process]:
-    """Return what a controller started, directly or not, with the ranks that are forks of servers that tests share."""
+    """Return what a controller started, directly or not, with the ranks that are forks of servers that tests share, and
+    without these servers, which stay."""
     below = psutil.Process(controller).children(recursive=True)
     for process in psutil.process_iter():
         try:
@@ -35,7 +36,7 @@ def processes_of(controller: int) -> list[psutil.Process]:
                 below += [process, *process.children(recursive=True)]
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile
             continue
-    return list(dict.fromkeys(below))
+    return [process for process in dict.fromkeys(below) if is_running(process)]
 
 
 def lasting_children(before: Iterable[psutil.Process] = (), *, limit_s: float = LIMIT_S) -> list[str]:

@@ -51,7 +51,7 @@ BLACK_BOX = Integration(
     bad=Script(("one", "three"), reward=0.0),
     troubles={  # what the program does after the policy's answers is the policy's doing, and is graded
         "crash": Script(("one", "crash"), reward=0.0),
-        "hang": Script(("one", "hang"), reward=0.0, args={"timeout_s": 30.0}),
+        "hang": Script(("one", "hang"), reward=0.0, args={"timeout_s": 5.0}),
         "flood": Script(("one", "flood"), reward=0.0),
         "violation": Script(("one", "violation"), reward=0.0),
     },

@@ -41,7 +41,7 @@ VERIFIERS = Integration(
     bad=Script(("one", "three"), reward=1.0),
     troubles={
         "crash": _trouble("crash", "lost"),
-        "hang": _trouble("hang", "timeout", episode_timeout_s=20.0),
+        "hang": _trouble("hang", "timeout", episode_timeout_s=8.0),
         "flood": _trouble("flood", "error"),
         "violation": _trouble("violation", "schema"),
     },

@@ -25,6 +25,9 @@ from typing import Any, Final, Literal
 from forge.cli.run_folder import EVENTS_NAME, RunFolder, only_supervisor, remove_dead_sockets, report
 
 SUPERVISOR_VARIABLE: Final = "FORGE_SUPERVISOR"
+_FORK_SCOPE: Final = "FORGE_FORK_SCOPE"
+"""`forge.runtime.forking.SCOPE`. Ranks that are forks of a server outside of the run would not be below the supervisor,
+which could not wait for their end, or bring it about."""
 _COPY_S: Final = 3.0
 """A scheduler may send one request to the supervisor and to what started it. A second SIGTERM or SIGHUP within this
 time of the first is a copy."""
@@ -251,7 +254,8 @@ class Supervisor:
         """Run the child to its end, and return its status and the last lines of its standard error."""
         child = subprocess.Popen(
             [*self._command, *words],
-            env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
+            env={name: value for name, value in os.environ.items() if name != _FORK_SCOPE}
+            | {SUPERVISOR_VARIABLE: str(os.getpid())},
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("forge.grpo")
 
 T = TypeVar("T")
-
-KEEP_CACHE: Final = "FORGE_KEEP_CACHE"
-"""`1`: a GPU has room for the engine's cache beside a step of the trainer, so the cache stays where it is."""
 
 
 class _SharedGenerator(Generator):
@@ -79,6 +75,11 @@ class SharedPolicy(Trainer):
             completions continue with them. On a GPU what they had in the cache is computed again; on a CPU
             `generator.update.mode` says what happens.
     """
+
+    @classmethod
+    def _forge_preload(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        generator = args[2] if len(args) > 2 else kwargs.get("generator")
+        return tuple(dict.fromkeys((*super()._forge_preload(), *Generator._forge_preload(generator))))
 
     def __init__(
         self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig, *, runs_ahead: bool = False
@@ -132,11 +133,9 @@ class SharedPolicy(Trainer):
                 raise
 
     async def _with_cache_released(self, work: Callable[[], Awaitable[T]], *, until_published: bool) -> T:
-        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it or
-        the cache is to stay."""
+        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it."""
         release = partial(self._native.release_cache, preempt=self._runs_ahead)
-        may_release = self._native.is_on_gpu and os.environ.get(KEEP_CACHE) != "1"
-        is_released = may_release and await self._do(release)
+        is_released = self._native.is_on_gpu and await self._do(release)
         try:
             result = await work()
         except BaseException:

@@ -31,6 +31,7 @@ from forge.generator.engine import UpdateReport
 from forge.loops.agents import agent_credit
 from forge.loops.bound_versions import BoundVersions
 from forge.loops.curriculum import RunCurriculum
+from forge.loops.early_imports import early_imports
 from forge.loops.evaluation import RunEvaluations, make_evaluator
 from forge.loops.grpo_control import GRPOControl
 from forge.loops.league import run_league
@@ -90,7 +91,7 @@ async def run_grpo(
     the section `episode` names: a program made with `@forge.episode` or `forge.episode_from_env`.
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
     """
-    with shown_run(config) as shown:
+    with shown_run(config) as shown, early_imports(config):
         with phase("reading model and data"):
             plan = check_grpo(config, program=episode)
         if loss is not None:

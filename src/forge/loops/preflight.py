@@ -28,7 +28,7 @@ from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.runtime_changes import is_continued, with_changes
 from forge.loops.worker_checks import check_supervised_workers
 from forge.memory import check_at_start
-from forge.memory.resolved import ACCUMULATION_NOTE
+from forge.memory.advice import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.quantized_names import check_library
 from forge.trainer.adapter_identity import check_resumed_adapter

@@ -21,6 +21,7 @@ from typing import Any
 
 from forge.config import SupervisedConfig, save
 from forge.errors import ActorFailure, NonFiniteError, ServiceStopped, StepAbandoned
+from forge.loops.early_imports import early_imports
 from forge.loops.observing import RunObserver, tracing
 from forge.loops.preflight import PreparedRun, prepare_supervised
 from forge.loops.results import SupervisedResult
@@ -64,6 +65,7 @@ async def run_supervised(config: SupervisedConfig, *, clock: Callable[[], float]
     is_leader = not is_rank() or os.environ.get("RANK", "0") == "0"
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(shown_run(config, is_leader=is_leader))
+        stack.enter_context(early_imports(config))
         with phase("reading model and data"):
             prepared = stack.enter_context(prepare_supervised(config))
         shown.open_files(is_leader=is_leader)

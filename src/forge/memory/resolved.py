@@ -24,6 +24,7 @@ from forge.config import (
     TrainingConfig,
 )
 from forge.errors import ConfigError, ModelError
+from forge.memory.advice import ACCUMULATION_NOTE, placement_notes
 from forge.memory.card import Card
 from forge.memory.league import max_league_versions
 from forge.memory.records import MASTER_BYTES
@@ -35,12 +36,6 @@ from forge.models.peft_files import resolve_adapter
 from forge.models.quantized_names import QuantizedSizes
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout
-
-ACCUMULATION_NOTE = (
-    "training.batch_size and training.gradient_accumulation_steps do not change the memory of a run: "
-    "training.microbatch_tokens does, and after it training.max_seq_len and training.activation_checkpointing"
-)
-"""For whoever expects a smaller batch and more accumulation to take less memory, as in other libraries."""
 
 Placement = Literal["apart", "beside", "turns", "shared"]
 
@@ -256,6 +251,7 @@ def _read_grpo(config: GRPOConfig, base: ResolvedRun, card: Card | None, notes: 
         notes.append("the reference model is planned with the policy's architecture")
     if config.rewards.judge is not None:
         notes.append("judges are not planned: they need GPUs, or host memory, of their own")
+    notes += placement_notes(config, num_ranks=layout.num_ranks, on_gpu=on_gpu and generator_on_gpu)
     league = config.episode.league
     if league is not None and league.checkpoints:
         notes.append("generators of the league's checkpoints are not planned: each needs what one of the policy's does")

@@ -41,6 +41,8 @@ _COUNT_BY_NVML: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STREAMS: Final = 3
 _REQUEST_LIMIT_S: Final = 10.0
+_IDLE_LIMIT_S: Final = 60.0
+"""How long a server waits for a request if its owner did not start it: nobody may need it again."""
 _MAX_REQUEST: Final = 16 * 2**20
 _LOAD_TIME: Final = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "ONEDNN_", "DNNL_", "ATEN_"),
@@ -191,17 +193,18 @@ def _why_not(rank: Rank) -> str | None:
 
 
 class ForkServer:
-    """Serves the requests of stand-ins, one at a time, until its owner ends."""
+    """Serves the requests of stand-ins, one at a time, until its owner ends, or it was idle for `idle_limit_s`."""
 
-    def __init__(self, listener: socket.socket, owner: int) -> None:
+    def __init__(self, listener: socket.socket, owner: int, idle_limit_s: float | None = None) -> None:
         self._listener = listener
         self._owner = os.pidfd_open(owner)
+        self._idle_limit_s = idle_limit_s
 
     def serve(self) -> Rank | None:
-        """Fork for every request. Return None when the owner has ended; in a fork, return what it continues as."""
+        """Fork for every request. Return None when that is over; in a fork, return what it continues as."""
         while True:
-            readable, _, _ = select.select([self._listener.fileno(), self._owner], [], [])
-            if self._owner in readable:
+            readable, _, _ = select.select([self._listener.fileno(), self._owner], [], [], self._idle_limit_s)
+            if self._owner in readable or not readable:
                 return None
             rank = self._accept()
             if rank is not None:
@@ -333,7 +336,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     if not _can_rename():
         return  # nothing would find the ranks by their environment; so they are started by themselves
-    rank = ForkServer(listener, owner).serve()
+    rank = ForkServer(listener, owner, None if owner == os.getppid() else _IDLE_LIMIT_S).serve()
     if rank is None:
         os._exit(0)  # nothing here needs an orderly end
     atexit.register(gc.unfreeze)  # libraries count what the collector has left when the interpreter ends

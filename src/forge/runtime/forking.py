@@ -8,15 +8,18 @@ fork inherits, so that a rank is a fork of a process that loaded them in the sam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from forge.runtime import rank_stub
@@ -26,8 +29,8 @@ _log = logging.getLogger("forge.runtime")
 SWITCH: Final = "FORGE_FORK"
 """`0` starts every rank by itself."""
 SCOPE: Final = "FORGE_FORK_SCOPE"
-"""`NAME:PID`: the runs of that process share fork servers, and leave them to the next one; programs that it starts use
-them, too."""
+"""`NAME:PID`: the runs of that process, and of programs that it starts, share fork servers, and leave them to the next
+one."""
 _MAX_SERVERS: Final = 4
 _OF_A_RANK: Final = (rank_stub.FORK_SERVER, rank_stub.PRELOAD)
 _COVERAGE: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
@@ -54,17 +57,15 @@ class ForkServers:
         None where ranks are started by themselves: `FORGE_FORK=0`, under coverage, or if they cannot be forks.
         """
         environment = {**os.environ, **variables}
-        if environment.get(SWITCH) == "0" or any(name in environment for name in _COVERAGE):
+        if not _makes_forks(environment):
             return None
-        chosen = sys.executable, load_time(environment), surroundings("self")
-        key = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
         message = rank_stub.request(environment, preload)
         reason = "no server"
-        for name, may_start in self._scopes(environment):
-            address = f"forge-fork-{name}-{key}"
+        for name, owner in self._scopes(environment):
+            address = _address(name, environment)
             try:
-                if may_start:
-                    self._start(address, environment)
+                if owner:
+                    self._start(address, environment, owner)
                 reason = await _ask(address, message)
             except OSError as error:
                 reason = str(error)
@@ -73,16 +74,32 @@ class ForkServers:
         _log.info("processes start by themselves, not as forks: %s", reason)
         return None
 
-    def _scopes(self, environment: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-        """Yield the names of the servers that may be used, and whether this process starts them."""
+    def _scopes(self, environment: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+        """Yield the names of the servers that may be used, and with whose end they end; None: they are not started."""
         name, _, owner = environment.get(SCOPE, "").partition(":")
         if owner:
-            yield name, owner == str(os.getpid())
+            yield name, next((pid for pid in _own_and_parents() if str(pid) == owner), None)
+        if _early is not None:
+            yield _early._name, None
         if owner != str(os.getpid()):
-            yield self._name, True
+            yield self._name, os.getpid()
 
-    def _start(self, address: str, environment: Mapping[str, str]) -> None:
-        """Start a server, unless it runs."""
+    def begin(self, environment: Mapping[str, str], preload: Sequence[str]) -> threading.Thread:
+        """Start a server and let it import what a rank needs. The thread that waits for it ends with the server."""
+        address = _address(self._name, environment)
+        self._start(address, environment, os.getpid())
+        message = rank_stub.request(environment, preload)
+        asking = threading.Thread(
+            target=_ask_and_wait, args=(address, message), name="forge-early-imports", daemon=True
+        )
+        asking.start()
+        return asking
+
+    def _start(self, address: str, environment: Mapping[str, str], owner: int) -> None:
+        """Start a server that ends with its owner, unless it runs.
+
+        One of another process outlives this one. So it holds none of its streams, and ends when it is not used.
+        """
         server = self._started.get(address)
         if server is not None and server.poll() is None:
             return
@@ -94,15 +111,14 @@ class ForkServers:
             listener.listen(512)
             if len(self._started) >= _MAX_SERVERS:
                 self._end(next(iter(self._started)))
-            # Of what only the first rank was given, no more than imports need: who looks for that rank by its variables
-            # would find the server.
-            own = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK} | load_time(environment)
-            own |= {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+            is_own = owner == os.getpid()
             self._started[address] = subprocess.Popen(
-                [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(os.getpid())],
-                env={**own, PADDING: "x" * PADDING_BYTES},
+                [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(owner)],
+                env={**_variables(owner, environment), PADDING: "x" * PADDING_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=None if is_own else subprocess.DEVNULL,
+                start_new_session=not is_own,
                 pass_fds=(listener.fileno(),),
             )
 
@@ -116,6 +132,81 @@ class ForkServers:
         for address in list(self._started):
             if address.startswith(f"forge-fork-{self._name}-"):
                 self._end(address)
+
+
+_early: ForkServers | None = None
+"""What the runs of this process may use beside servers of their own: see `imported_early`."""
+
+
+@contextlib.contextmanager
+def imported_early(environment: Mapping[str, str], preload: Sequence[str]) -> Iterator[None]:
+    """Let a fork server import what the ranks of runs inside the block need, beside what the block does before.
+
+    `environment` are all variables of such a rank. Ranks that need others have servers of their own, as they do if this
+    one fails. Nothing is started where ranks share servers with other programs, or are no forks.
+    """
+    global _early
+    if _early is not None or SCOPE in environment or not _makes_forks(environment):
+        yield
+        return
+    _early = ForkServers()
+    asking = None
+    try:
+        asking = _early.begin(environment, preload)
+        yield
+    finally:
+        _early.close()
+        _early = None
+        if asking is not None:
+            asking.join()
+
+
+def _makes_forks(environment: Mapping[str, str]) -> bool:
+    return environment.get(SWITCH) != "0" and not any(name in environment for name in _COVERAGE)
+
+
+def _address(name: str, environment: Mapping[str, str]) -> str:
+    """Return where a server listens: one for each set of variables and surroundings."""
+    chosen = sys.executable, load_time(environment), surroundings("self")
+    return f"forge-fork-{name}-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}"
+
+
+def _ask_and_wait(address: str, message: bytes) -> None:
+    """Ask a server of this process to import something. Whether it has, the first rank finds out."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect("\0" + address)
+        if rank_stub.peer_uid(connection) == os.geteuid():
+            connection.sendall(message)
+            while connection.recv(4096):
+                pass
+
+
+def _variables(owner: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a server: its owner's, and of those of the first rank no more than imports need.
+
+    Who looks for that rank, or for the program that starts the server, by its variables would find the server.
+    """
+    given = dict(os.environ) if owner == os.getpid() else _variables_of(owner)
+    left_out = {*_OF_A_RANK, *load_time(given), "PYTHONPATH"}
+    needed = load_time(environment) | {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+    return {name: value for name, value in given.items() if name not in left_out} | needed
+
+
+def _variables_of(pid: int) -> dict[str, str]:
+    """Return what a process was started with."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).partition("=")[::2] for word in words if b"=" in word)
+
+
+def _own_and_parents() -> Iterator[int]:
+    """Yield this process, its parent, and so on."""
+    pid = os.getpid()
+    while pid > 0:
+        yield pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended, or lives in another process namespace
+            return
 
 
 async def _ask(address: str, message: bytes) -> str:

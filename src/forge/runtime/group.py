@@ -12,14 +12,11 @@ import functools
 import itertools
 import logging
 import os
-import sys
-import sysconfig
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.monitor import note_lost
 from forge.observe.phases import phase
@@ -39,9 +36,10 @@ from forge.runtime.control import post
 from forge.runtime.forking import ForkPoint
 from forge.runtime.group_logs import GroupLogs
 from forge.runtime.hosts import Host, joint_mesh
+from forge.runtime.import_environment import import_environment
 from forge.runtime.pending_calls import PendingCalls
-from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
-from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, RANK
+from forge.runtime.placement import GpuLease, rank_environment
+from forge.runtime.rank_main import GROUP, RANK
 from forge.runtime.start_turns import turns_of
 
 _log = logging.getLogger("forge.runtime")
@@ -79,18 +77,6 @@ class GroupSpec:
     spawn_timeout_s: float = 120.0
     preload: tuple[str, ...] = ()
     """Modules that its processes import, and that a process they are forks of imports once."""
-
-
-def module_path(paths: Sequence[str]) -> str:
-    """Return the places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
-    own = {os.path.realpath(place) for place in sysconfig.get_paths().values()}
-    found = []
-    for path in paths:
-        place = os.path.realpath(path) if path else ""
-        is_builtin = place in own or place.startswith(tuple(f"{place}{os.sep}" for place in own))
-        if place and not is_builtin and ":" not in place and not place.endswith(".zip"):
-            found.append(place)
-    return ":".join(dict.fromkeys(found))
 
 
 class RankProbe(Actor):  # type: ignore[misc]
@@ -218,11 +204,7 @@ class RankGroup:
         )
         env["MASTER_ADDR"] = self.hosts[0].address
         env["MASTER_PORT"] = str(master_port)
-        env.update(dict.fromkeys(THREAD_VARIABLES, str(self._num_threads)))
-        last = module_folders()
-        env["PYTHONPATH"] = module_path([place for place in sys.path if place not in last])
-        env[MODULE_FOLDERS] = os.pathsep.join(last)
-        return env
+        return env | import_environment(self._num_threads)
 
     async def _identify(self) -> None:
         """Learn the pids and watch them before any of the user's code runs: whatever it does, it can be ended."""

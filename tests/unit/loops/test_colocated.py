@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forge.config import GeneratorConfig
-from forge.loops.colocated import KEEP_CACHE, SharedPolicy, shareable
+from forge.loops.colocated import SharedPolicy, shareable
 from forge.runtime.device_memory import OutOfDeviceMemory
 
 
@@ -108,17 +108,6 @@ def test_a_trainer_has_the_memory_of_the_cache(is_on_gpu: bool, is_idle: bool, e
     policy = ReleasingPolicy(is_on_gpu=is_on_gpu, is_idle=is_idle)
     assert asyncio.run(policy.work()) == "done"
     assert policy.asked == ["pause", *expected, "resume"]
-
-
-def test_a_cache_that_is_to_stay_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEEP_CACHE, "1")
-    policy = ReleasingPolicy()
-    assert asyncio.run(policy.work()) == "done"
-    assert policy.asked == ["pause", "work", "resume"]
-    monkeypatch.setenv(KEEP_CACHE, "0")
-    again = ReleasingPolicy()
-    assert asyncio.run(again.work()) == "done"
-    assert again.asked == ["pause", "release", "work", "restore", "resume"]
 
 
 TOO_LITTLE = OutOfDeviceMemory("no room", path="generator.kv_cache_gb", value="1 GiB", rule="less", repair="lower it")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,30 +18,30 @@ from forge.observe.torch_profile import ProfileOptions, finish_profile, start_pr
 
 
 @contextmanager
-def working() -> Iterator[threading.Event]:
-    """A thread of another module that multiplies, and says each time that it has."""
+def working() -> Iterator[Callable[[], None]]:
+    """A thread that multiplies when it is asked to. It has done so once: it was there before any profile."""
     torch = pytest.importorskip("torch")
-    has_multiplied, is_over = threading.Event(), threading.Event()
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    answered: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def work() -> None:
         matrix = torch.ones(64, 64)
-        while not is_over.is_set():
+        while asked.get():
             torch.mm(matrix, matrix)
-            has_multiplied.set()
+            answered.put(True)
+
+    def multiply() -> None:
+        asked.put(True)
+        answered.get(timeout=600)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield has_multiplied
+        multiply()
+        yield multiply
     finally:
-        is_over.set()
+        asked.put(False)
         thread.join()
-
-
-def until_again(event: threading.Event) -> None:
-    for _ in range(3):  # one that began before is not one that began after
-        event.clear()
-        assert event.wait(600)
 
 
 def names(data: bytes | None) -> set[str]:
@@ -50,21 +51,21 @@ def names(data: bytes | None) -> set[str]:
 
 
 def test_what_other_threads_do_is_in_a_profile() -> None:
-    with working() as has_multiplied:
+    with working() as multiply:
         start_profile(ProfileOptions())
-        until_again(has_multiplied)
+        multiply()
         assert "aten::mm" in names(finish_profile())
     assert finish_profile() is None
 
 
 def test_a_new_profile_replaces_one_that_nobody_finished() -> None:
-    with working() as has_multiplied:
+    with working() as multiply:
         start_profile(ProfileOptions())
         discarded = torch_profile._under_way
         assert discarded is not None
         start_profile(ProfileOptions(shapes=True, memory=True))
         discarded._stop_late()  # as its timer would at this moment
-        until_again(has_multiplied)
+        multiply()
         assert "aten::mm" in names(finish_profile())
 
 

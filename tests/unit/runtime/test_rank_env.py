@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from forge.runtime.group import module_path
+from forge.runtime.import_environment import module_path
 
 
 def test_only_the_users_own_places_are_passed_on(tmp_path, monkeypatch):
