@@ -147,6 +147,12 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: Path)
         [sys.executable, "-c", KILLED, path, str(MAX_BYTES // 2)], timeout=600, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    filled(path, 600)
+    before = path.read_bytes()
+    with path.open("rb") as old:
+        thin_file(path, MAX_BYTES)
+        assert old.read() == before, "the old file was changed in place"
+    assert path.stat().st_size <= MAX_BYTES // 2
 
 
 def test_a_file_that_cannot_be_replaced_stays_and_that_is_logged_once(
