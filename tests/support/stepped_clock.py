@@ -1,4 +1,4 @@
-"""An event loop whose clock a test moves on, so that limits pass without waiting for them."""
+"""An event loop whose clock a test advances, so that limits pass without waiting for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock also goes on when `skip` is called. Sockets, threads and timers are real."""
+    """A loop whose clock runs as always, and jumps ahead when `skip` is called. Sockets and threads are real."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ async def _show(request: web.Request) -> web.Response:
     folder = run_folder(request)
     if (why := _why_not(folder)) is not None:
         return as_json({"isActive": False, "why": why})
-    full = f"{MAX_ASKING} requests wait for runs to say where they are already: ask again later."
+    full = f"{MAX_ASKING} requests for the status of runs wait already: ask again later."
     try:
         with _one_of(request.app[ASKING], MAX_ASKING, full, code="too_many_requests"):
             status = await asyncio.wait_for(ask_run_soon(folder, {"command": "show"}), ANSWER_LIMIT_S)
@@ -86,7 +86,7 @@ async def _command(request: web.Request) -> web.Response:
 
 @contextlib.contextmanager
 def _one_of(waiting: set[object], limit: int, full: str, *, code: str) -> Iterator[None]:
-    """Be one of those that wait, inside the block. Raise `RequestError` with the text `full` if there are too many."""
+    """Count the request among those that wait, inside the block. Raise `RequestError` where it is one too many."""
     if len(waiting) >= limit:
         raise RequestError(full, status=503, kind="server_error", code=code)
     key = object()

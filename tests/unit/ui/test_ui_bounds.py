@@ -278,7 +278,7 @@ def test_requests_that_wait_for_the_status_of_a_run_are_bounded(tmp_path: Path) 
             assert refused.status == 503
             error = (await refused.json())["error"]
         assert (error["code"], error["type"]) == ("too_many_requests", "server_error")
-        assert error["message"] == "64 requests wait for runs to say where they are already: ask again later."
+        assert error["message"] == "64 requests for the status of runs wait already: ask again later."
         asking.pop().cancel()  # a page that is closed
         release.set()
         assert {each["step"] for each in await asyncio.gather(*asking)} == {3}

@@ -19,8 +19,9 @@ _BYTES_ACKED: Final = 120
 class SendLimit:
     """Ends a connection whose client has taken nothing for `limit_s` while data waits for it.
 
-    It looks every `limit_s`, so that takes up to twice as long. What counts is what the client's system has
-    acknowledged: a slow client is kept, with TLS or without. A system that does not say how much that is has no limit.
+    It looks every `limit_s`, so a connection may stay for up to twice as long. What counts is what the client's system
+    has acknowledged: a slow client is kept, with TLS or without. Where the system does not report that (Linux before
+    4.1), there is no limit.
     """
 
     def __init__(self, transport: asyncio.Transport, limit_s: float) -> None:
@@ -30,7 +31,7 @@ class SendLimit:
         self._timer = self._loop.call_later(limit_s, self._check)
 
     def end(self) -> None:
-        """Look no more: the connection has ended."""
+        """Stop looking: the connection has ended."""
         self._timer.cancel()
 
     def _check(self) -> None:
