@@ -46,6 +46,12 @@ class ObserveConfig(ConfigModel):
         description="Seconds between two lines of system.jsonl, at the ends of steps: CPU, memory and GPU of each "
         "process, versions that replicas serve, queues. 0 for every step, null to write none.",
     )
+    system_max_mb: float = Field(
+        default=32.0,
+        ge=1,
+        description="MiB of system.jsonl at most. A run that writes more keeps its newest lines and, of the older "
+        "ones, some that are evenly spread over its time.",
+    )
     profile: ProfileConfig = Field(
         default_factory=ProfileConfig, description="Steps that are profiled with torch.profiler."
     )

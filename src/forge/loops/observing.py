@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,12 @@ class RunObserver:
         self._trace = TraceFile(folder / TRACE, resume_step=resume_step) if config.trace else None
         self._system: SystemLog | None = None
         if config.system_interval_s is not None:
-            self._system = SystemLog(folder / SYSTEM, interval_s=config.system_interval_s, resume_step=resume_step)
+            self._system = SystemLog(
+                folder / SYSTEM,
+                interval_s=config.system_interval_s,
+                resume_step=resume_step,
+                max_bytes=int(config.system_max_mb * 2**20),
+            )
         self._faults = FaultFile(folder / FAULTS, is_resumed=resume_step is not None)
 
     async def after_step(self, step: int) -> dict[str, float]:
@@ -52,6 +58,8 @@ class RunObserver:
             self._trace.write(observed.spans)
         if self._system is not None:
             self._system.write(step, observed.processes)
+            if self._system.is_full:
+                await asyncio.to_thread(self._system.thin)
         self._faults.write(step, observed.faults)
         return observed.metrics
 

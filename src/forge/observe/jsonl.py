@@ -66,6 +66,17 @@ class JsonlSink:
             os.ftruncate(self._file.fileno(), start)
             raise
 
+    @property
+    def size(self) -> int:
+        """The bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def reopen(self) -> None:
+        """Append to the file that has taken the place of this one."""
+        file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file.close()
+        self._file = file
+
     def close(self) -> None:
         self._file.close()
 

@@ -12,6 +12,8 @@ from forge.errors import DataError
 
 LEAGUE_TABLE: Final = "league.json"
 """The file in the folder of a run: `step`, the live policy's `rating`, and `members` with a row for each opponent."""
+MAX_BYTES: Final = 1 << 20
+"""A table with thousands of members is not larger."""
 _NUMBERS: Final = ("rating", "games", "wins", "draws", "losses")
 
 
@@ -19,7 +21,8 @@ def read_league(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the table of a run's league. `DataError` where there is none, or it cannot be read."""
     path = Path(folder) / LEAGUE_TABLE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise DataError(
             "this run has no table of a league",
@@ -27,7 +30,18 @@ def read_league(folder: str | os.PathLike[str]) -> dict[str, Any]:
             rule="the folder of a run with the section episode.league, after its first step",
             repair="check the path; the run's config.yaml says whether it has a league",
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(path, str(error)) from None
+    return parse_league(path, data)
+
+
+def parse_league(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the table that the bytes of a file hold: all of them, or the first `MAX_BYTES` and more."""
+    if len(data) > MAX_BYTES:
+        raise _unreadable(path, f"it has more than {MAX_BYTES >> 20} MiB")
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from None
     if not _is_table(found):
         raise _unreadable(path, "it does not hold a table")

@@ -3,6 +3,8 @@
 It has the form of a metrics file, and `read_jsonl` reads it:
 
     {"step": 3, "time": 1767225600.0, "values": {"cpu/trainer": 3.9, "memory_gib/trainer": 1.2, "buffer/ready": 2.0}}
+
+Its size is bounded. When the file has reached its bound, it is replaced by one of half the size: see `thin_file`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -20,10 +23,12 @@ from forge.observe.gauges import add_up
 from forge.observe.jsonl import JsonlSink
 from forge.observe.process_status import ProcessStatus
 from forge.observe.sink import Value
+from forge.observe.thinning import thin_file
 from forge.observe.tracing import Process
 from forge.observe.usage import DeviceUse
 
 FILE_NAME: Final = "system.jsonl"
+MAX_BYTES: Final = 32 << 20
 _GIB: Final = 2**30
 _log = logging.getLogger("forge.observe")
 
@@ -31,17 +36,30 @@ _log = logging.getLogger("forge.observe")
 class SystemLog:
     """Writes how the processes of a run are doing, after steps, and at most once in `interval_s`.
 
-    What cannot be written is logged once, and does not end the run.
+    What cannot be written is logged once, and does not end the run. The file, and that of what resumes have discarded,
+    has `max_bytes` and a line at most, if `thin` is called whenever `is_full`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, interval_s: float, resume_step: int | None = None) -> None:
-        self._path, self._interval_s = Path(path), interval_s
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        interval_s: float,
+        resume_step: int | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._path, self._interval_s, self._max_bytes = Path(path), interval_s, max_bytes
+        self._lock = threading.RLock()
+        """Held while the file is written or replaced."""
         self._written_at: float | None = None
         self._spent: dict[Process, tuple[float, float]] = {}
         self._hosts: set[str] = set()
         self._file: JsonlSink | None = None
         try:
             self._file = JsonlSink(path, resume_step=resume_step)
+            discarded = self._path.with_name(f"{self._path.stem}.discarded{self._path.suffix}")
+            if discarded.exists() and discarded.stat().st_size > max_bytes:
+                thin_file(discarded, max_bytes)
         except (OSError, DataError) as error:
             self._give_up(error)
 
@@ -56,14 +74,32 @@ class SystemLog:
         values: dict[str, float] = {}
         for status in processes:
             self._add(values, status)
-        if self._file is None or not values:
-            return
-        self._written_at = monotonic_s()
         rounded: dict[str, Value] = {name: round(value, 4) for name, value in sorted(values.items())}
-        try:
-            self._file.write(step, rounded)
-        except OSError as error:
-            self._give_up(error)
+        with self._lock:
+            if self._file is None or not values:
+                return
+            self._written_at = monotonic_s()
+            try:
+                self._file.write(step, rounded)
+            except OSError as error:
+                self._give_up(error)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the file has reached its bound."""
+        with self._lock:
+            return self._file is not None and self._file.size > self._max_bytes
+
+    def thin(self) -> None:
+        """Make a file that is full smaller. It may take a second, and be called in a thread: `close` waits for it."""
+        with self._lock:
+            if self._file is None or not self.is_full:
+                return
+            try:
+                thin_file(self._path, self._max_bytes)
+                self._file.reopen()
+            except OSError as error:
+                self._give_up(error)
 
     def _add(self, values: dict[str, float], status: ProcessStatus) -> None:
         add_up(values, status.gauges)
@@ -90,10 +126,11 @@ class SystemLog:
     def _give_up(self, error: Exception) -> None:
         _log.warning("writing %s failed; the run continues without it: %s", self._path, error)
         self.close()
-        self._file = None
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # some file systems report only now that they are full
-                self._file.close()
+        with self._lock:
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # some file systems report only now that they are full
+                    self._file.close()
+                self._file = None

@@ -6,11 +6,13 @@ steps; until then the page's request waits.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,15 +27,20 @@ from forge.ui.strict_json import to_json
 COMMANDS: Final = ("set", "save", "evaluate", "profile", "stop")
 MAX_WAITING: Final = 16
 """Commands that may wait for the end of a step at the same time."""
+MAX_ASKING: Final = 64
+"""Requests for the status of a run that may wait for its answer at the same time."""
+ANSWER_LIMIT_S: Final = 30.0
+"""How long a run may take to say where it is."""
 _MAX_KEYS: Final = 16
 _BY: Final = "forge ui"
 
 WAITING: Final[web.AppKey[set[object]]] = web.AppKey("waiting", set)
+ASKING: Final[web.AppKey[set[object]]] = web.AppKey("asking", set)
 
 
 def add_control(app: web.Application) -> None:
     """Add the addresses."""
-    app[WAITING] = set()
+    app[WAITING], app[ASKING] = set(), set()
     app.router.add_get("/api/control", _show)
     app.router.add_post("/api/control", _command)
 
@@ -48,10 +55,14 @@ async def _show(request: web.Request) -> web.Response:
     folder = run_folder(request)
     if (why := _why_not(folder)) is not None:
         return as_json({"isActive": False, "why": why})
+    full = f"{MAX_ASKING} requests for the status of runs wait already: ask again later."
     try:
-        status = await ask_run_soon(folder, {"command": "show"})
+        with _one_of(request.app[ASKING], MAX_ASKING, full, code="too_many_requests"):
+            status = await asyncio.wait_for(ask_run_soon(folder, {"command": "show"}), ANSWER_LIMIT_S)
     except (ConfigError, RunRefused) as error:
         return as_json({"isActive": False, "why": error.message})
+    except TimeoutError:
+        return as_json({"isActive": False, "why": f"it has not answered for {ANSWER_LIMIT_S:g} s"})
     return as_json({"isActive": True, "why": "", **_without_ok(status)})
 
 
@@ -63,19 +74,27 @@ async def _command(request: web.Request) -> web.Response:
         raise unknown_run(asked["run"])
     if (why := _why_not(folder)) is not None:
         raise RequestError(f"This run takes no commands: {why}.", status=409, code="not_active", param="run")
-    waiting = request.app[WAITING]
-    if len(waiting) >= MAX_WAITING:
-        text = f"{MAX_WAITING} commands wait for the end of a step already."
-        raise RequestError(text, status=503, kind="server_error", code="too_many_commands")
+    command = {name: value for name, value in asked.items() if name != "run"}
+    full = f"{MAX_WAITING} commands wait for the end of a step already."
+    try:
+        with _one_of(request.app[WAITING], MAX_WAITING, full, code="too_many_commands"):
+            reply = await ask_run_soon(folder, command)
+    except (ConfigError, RunRefused) as error:
+        return _refusal(error)
+    return as_json(_without_ok(reply))
+
+
+@contextlib.contextmanager
+def _one_of(waiting: set[object], limit: int, full: str, *, code: str) -> Iterator[None]:
+    """Count the request among those that wait, inside the block. Raise `RequestError` where it is one too many."""
+    if len(waiting) >= limit:
+        raise RequestError(full, status=503, kind="server_error", code=code)
     key = object()
     waiting.add(key)
     try:
-        reply = await ask_run_soon(folder, {name: value for name, value in asked.items() if name != "run"})
-    except (ConfigError, RunRefused) as error:
-        return _refusal(error)
+        yield
     finally:
         waiting.discard(key)
-    return as_json(_without_ok(reply))
 
 
 async def _asked(request: web.Request) -> dict[str, Any]:

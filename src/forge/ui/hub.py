@@ -11,14 +11,14 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from forge.ui.list_part import ListPart
 from forge.ui.live_run import LiveRun
 from forge.ui.run_list import RunList
-from forge.ui.run_summary import RunSummary
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Hub:
         self._changed = asyncio.Event()
         self._opened = asyncio.Event()
         self._versions: dict[str, int] = {}
+        """At which version of the list each run has changed last, in that order."""
         self._known: set[str] = set()
         self.list_version = 0
         """Counts changes of the list."""
@@ -108,12 +109,28 @@ class Hub:
             await self.call(run.advance)
         return run
 
-    def summaries_since(self, version: int) -> tuple[Mapping[str, RunSummary], tuple[str, ...]]:
-        """Return the summaries that have changed after a version of the list, and the runs that are gone since."""
+    def list_since(self, version: int, *, limit: int | None = None) -> ListPart:
+        """Return what has changed in the list after a version of it: all, or the first `limit` changes."""
+        if version > self.list_version:  # of another server
+            version = 0
+        changed: list[tuple[str, int]] = []
+        for name, at in reversed(self._versions.items()):
+            if at <= version:
+                break
+            changed.append((name, at))
+        changed.reverse()
+        has_more = limit is not None and len(changed) > limit
+        part = changed[:limit]
         known = self.runs.summaries
-        changed = {name: found for name, found in known.items() if self._versions.get(name, 0) > version}
-        gone = tuple(name for name, at in self._versions.items() if at > version and name not in known)
-        return changed, gone
+        return ListPart(
+            version=part[-1][1] if has_more else self.list_version,
+            root=str(self.runs.root),
+            is_complete=self.runs.is_complete and not has_more,
+            is_cut=self.runs.is_cut,
+            runs=[known[name] for name, _ in part if name in known],
+            gone=[name for name, _ in part if name not in known],
+            has_more=has_more,
+        )
 
     # ---- Following
 
@@ -157,7 +174,7 @@ class Hub:
         run = await self.live(run_id)
         if run is None:
             return False
-        before, was = run.version, self.runs.summaries.get(run_id)
+        before, was = run.version, self.runs.summary(run_id)
         more = await self.call(run.advance)
         summary = await self.call(self.runs.refresh, run_id)
         if summary != was:
@@ -173,6 +190,7 @@ class Hub:
 
     def _note(self, run_id: str) -> None:
         self.list_version += 1
+        self._versions.pop(run_id, None)
         self._versions[run_id] = self.list_version
 
     def _notify(self) -> None:

@@ -14,7 +14,7 @@ from forge._version import __version__
 from forge.errors import DataError
 from forge.loops.runtime_changes import FILE_NAME as CHANGES
 from forge.observe.fault_records import FILE_NAME as FAULTS
-from forge.observe.league_table import LEAGUE_TABLE, read_league
+from forge.observe.league_table import LEAGUE_TABLE, MAX_BYTES, parse_league
 from forge.observe.report.charts import MORE, charts_of
 from forge.observe.report.headline import HEADLINE_METRICS, facts, headline
 from forge.observe.report.reading import setting_of
@@ -23,7 +23,7 @@ from forge.ui.followed_table import FollowedTable
 from forge.ui.ledger_counts import LedgerCounts
 from forge.ui.metric_table import TableRows
 from forge.ui.rollouts.view import RolloutView
-from forge.ui.run_files import CONFIG, METRICS, fingerprint, read_json_lines
+from forge.ui.run_files import CONFIG, METRICS, fingerprint, read_bytes, read_json_lines
 from forge.ui.run_summary import SUPERVISOR, RunSummary, read_settings
 from forge.ui.system_charts import known_names, system_charts
 from forge.ui.trace_files import TRACE, list_profiles, trace_marks
@@ -168,14 +168,17 @@ class LiveRun:
         }
 
     def _league(self, notes: list[str]) -> Mapping[str, Any]:
-        if fingerprint(self.folder / LEAGUE_TABLE) is None:
+        path = self.folder / LEAGUE_TABLE
+        data = read_bytes(path, limit=MAX_BYTES + 1)
+        if data is None:
+            if fingerprint(path) is not None:
+                notes.append(f"{LEAGUE_TABLE} could not be read.")
             return {}
         try:
-            table = read_league(self.folder)
+            return parse_league(path, data)
         except DataError as error:
             notes.append(f"{LEAGUE_TABLE} could not be read: {error.rule}.")
             return {}
-        return table
 
     def _notes(self, rows: TableRows) -> list[str]:
         notes = []

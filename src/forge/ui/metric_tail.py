@@ -8,7 +8,7 @@ from typing import BinaryIO, Final
 
 from forge.observe.jsonl import MetricsLine, decode_line
 from forge.ui.metric_table import MetricTable
-from forge.ui.run_files import Fingerprint, fingerprint, open_file, read_tail
+from forge.ui.run_files import fingerprint, open_file, read_tail
 
 BLOCK: Final = 1 << 22
 """Bytes that one call of `advance` reads."""
@@ -21,15 +21,17 @@ _HEAD: Final = 128
 class MetricTail:
     """Reads a metrics file that grows, and may be replaced by another one.
 
-    A resumed run replaces the file by one with fewer lines; then the table starts over. A last line without an end is
-    left for later. Lines that are not lines of metrics are counted and skipped.
+    A resumed run replaces the file by one with fewer lines, and so does a run whose file has reached its bound. Then
+    the table starts over: the last line that was read is no longer where it was. A last line without an end is left for
+    later. Lines that are not lines of metrics are counted and skipped.
     """
 
     def __init__(self, path: Path, table: MetricTable) -> None:
         self.path, self.table = path, table
         self.num_unreadable = 0
         self._file: tuple[int, int] | None = None
-        self._head = b""
+        self._mark = (0, b"")
+        """Where the last line begins that was read, and its first bytes. No other line of a run has these."""
         self._offset, self._size = 0, 0
 
     @property
@@ -44,40 +46,36 @@ class MetricTail:
 
     def advance(self) -> bool:
         """Read the next block. Return whether the table has changed."""
-        found = fingerprint(self.path)
-        if found is None:
+        if fingerprint(self.path) is None:
             return self._start_over(None) if self._file is not None else False
         changed = False
         try:
             with open_file(self.path) as file:
+                found = os.fstat(file.fileno())  # of what was opened: another file may have taken its place
                 if self._is_another(file, found):
                     changed = self._start_over(found)
-                    self._head = os.pread(file.fileno(), _HEAD, 0)
-                self._size = found.size
+                self._size = found.st_size
                 return self._read(file) or changed
         except OSError:
             return changed
 
-    def _is_another(self, file: BinaryIO, found: Fingerprint) -> bool:
-        if self._file != (found.device, found.inode) or found.size < self._offset:
+    def _is_another(self, file: BinaryIO, found: os.stat_result) -> bool:
+        if self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset:
             return True
-        if found.size == self._size:
-            return False
-        return os.pread(file.fileno(), len(self._head), 0) != self._head
+        place, head = self._mark
+        return found.st_size != self._size and os.pread(file.fileno(), len(head), place) != head
 
-    def _start_over(self, found: Fingerprint | None) -> bool:
+    def _start_over(self, found: os.stat_result | None) -> bool:
         had = len(self.table) > 0
-        self._file = None if found is None else (found.device, found.inode)
+        self._file = None if found is None else (found.st_dev, found.st_ino)
         self._offset = self._size = self.num_unreadable = 0
-        self._head = b""
+        self._mark = (0, b"")
         self.table.clear()
         return had
 
     def _read(self, file: BinaryIO) -> bool:
         if self._offset >= self._size:
             return False
-        if len(self._head) < _HEAD:  # of a file that was shorter when it was opened first
-            self._head = os.pread(file.fileno(), _HEAD, 0)
         data = os.pread(file.fileno(), BLOCK, self._offset)
         end = data.rfind(b"\n") + 1
         if end == 0:
@@ -89,6 +87,8 @@ class MetricTail:
             return False
         if self._offset + end < self._size <= self._offset + len(data):
             self._size = self._offset + end
+        last = data.rfind(b"\n", 0, end - 1) + 1
+        self._mark = (self._offset + last, data[last : min(end, last + _HEAD)])
         self._offset += end
         lines = [decode_line(line) for line in data[: end - 1].split(b"\n")]
         self.num_unreadable += lines.count(None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -24,6 +24,8 @@ MAX_RUNS: Final = 8
 """Runs that one page may follow."""
 _MAX_ROWS: Final = 1_000
 """Rows that are sent to a page as they come; a page that has missed more asks for the whole table."""
+_MAX_LISTED: Final = 1_000
+"""Runs that one event has; the rest of a longer list follows in others."""
 _QUIET_S: Final = 15.0
 """How often a page without news hears that the server is there."""
 _NO_TABLE: Final = -2
@@ -61,6 +63,8 @@ async def _events(request: web.Request) -> web.StreamResponse:
                 change = hub.change
                 texts = await news.take()
                 await response.write("".join(texts).encode() if texts else b": here\n\n")
+                if news.has_more:
+                    continue
                 try:
                     await asyncio.wait_for(change.wait(), _QUIET_S)
                 except TimeoutError:
@@ -80,7 +84,7 @@ class _Followed:
 
     async def take(self, hub: Hub) -> list[str]:
         """Return the events since the last call."""
-        run, summary = await hub.live(self.id), hub.runs.summaries.get(self.id)
+        run, summary = await hub.live(self.id), hub.runs.summary(self.id)
         if run is None or summary is None or (run.version, summary) == self._heard:
             return []
         has_rows = self._heard is None or self._heard[0] != run.version
@@ -109,30 +113,19 @@ class _News:
 
     def __init__(self, hub: Hub, followed: Sequence[_Followed], *, version: int) -> None:
         self._hub, self._followed, self._version, self._has_list = hub, followed, version, False
+        self.has_more = False
+        """Whether there is more of the list than the last call has returned."""
 
     async def take(self) -> list[str]:
-        """Return the events since the last call."""
+        """Return the events since the last call. A long list comes in parts, one for each call."""
         events = []
-        found = describe_list(self._hub, self._version)
-        if found["version"] != self._version or not self._has_list:
-            self._version, self._has_list = found["version"], True
-            events.append(_event("list", to_json(found)))
+        if self._hub.list_version != self._version or not self._has_list:
+            part = self._hub.list_since(self._version, limit=_MAX_LISTED)
+            self._version, self._has_list, self.has_more = part.version, True, part.has_more
+            events.append(_event("list", await self._hub.call(part.text)))
         for run in self._followed:
             events += await run.take(self._hub)
         return events
-
-
-def describe_list(hub: Hub, version: int) -> dict[str, Any]:
-    """Return the runs whose line has changed since a version of the list, and those that are gone."""
-    changed, gone = hub.summaries_since(version)
-    return {
-        "version": hub.list_version,
-        "root": str(hub.runs.root),
-        "isComplete": hub.runs.is_complete,
-        "isCut": hub.runs.is_cut,
-        "runs": [summary.plain() for summary in changed.values()],
-        "gone": gone,
-    }
 
 
 def _event(name: str, data: str) -> str:

@@ -15,7 +15,7 @@ from forge.ui.config_view import view_config
 from forge.ui.control_routes import add_control, can_control
 from forge.ui.decimation import Span, encode_table
 from forge.ui.hub import Hub
-from forge.ui.news import add_news, describe_list
+from forge.ui.news import add_news
 from forge.ui.parameters import HUB, as_json, live_run, number, one_of, run_folder, unknown_run, whole
 from forge.ui.rollouts.routes import add_rollouts
 from forge.ui.strict_json import to_json
@@ -63,7 +63,8 @@ async def _asset(request: web.Request) -> web.Response:
 
 
 async def _runs(request: web.Request) -> web.Response:
-    return as_json(describe_list(request.app[HUB], 0))
+    hub = request.app[HUB]
+    return web.Response(text=await hub.call(hub.list_since(0).text), content_type="application/json")
 
 
 async def _run(request: web.Request) -> web.Response:

@@ -52,9 +52,15 @@ def open_file(path: Path) -> BinaryIO:
 
 def read_text(path: Path, *, limit: int = MAX_TEXT) -> str | None:
     """Return a file's text, its first `limit` bytes at most; None where it cannot be read."""
+    data = read_bytes(path, limit=limit)
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def read_bytes(path: Path, *, limit: int) -> bytes | None:
+    """Return the first bytes of a file, `limit` at most; None where it cannot be read."""
     try:
         with open_file(path) as file:
-            return file.read(limit).decode("utf-8", "replace")
+            return file.read(limit)
     except OSError:
         return None
 

@@ -86,6 +86,11 @@ class RunList:
             reader = self._readers.get(run_id)
         return None if reader is None else reader.folder
 
+    def summary(self, run_id: str) -> RunSummary | None:
+        """Return the summary of a run that is known; None where there is none."""
+        with self._lock:
+            return self._summaries.get(run_id)
+
     @property
     def summaries(self) -> Mapping[str, RunSummary]:
         """The summaries that are known, by run."""

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -76,7 +76,10 @@ class RunSummary:
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES} | {"state": asdict(self.state)}
+
+
+_NAMES: Final = tuple(field.name for field in fields(RunSummary))
 
 
 class SummaryReader:

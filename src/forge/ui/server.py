@@ -35,6 +35,7 @@ class UiOptions:
         insecure: whether plain HTTP is allowed on an address that other machines reach.
         interval_s: how often files are looked at.
         control: whether runs of this machine and user may be changed from the page.
+        send_limit_s: how long a client may take nothing of what is sent to it, before its connection is closed.
     """
 
     runs_dir: Path
@@ -45,6 +46,7 @@ class UiOptions:
     insecure: bool = False
     interval_s: float = 0.5
     control: bool = False
+    send_limit_s: float = 30.0
 
 
 class UiServer:
@@ -113,7 +115,7 @@ async def serve_ui(options: UiOptions) -> AsyncIterator[UiServer]:
         stack.push_async_callback(runner.cleanup)
         stack.push_async_callback(hub.close)
         await hub.open()
-        listener = HttpListener(runner, sockets, tls=tls)
+        listener = HttpListener(runner, sockets, tls=tls, send_limit_s=options.send_limit_s)
         stack.callback(listener.close)
         yield UiServer(_base_url(options.host, port, has_tls=tls is not None), access, hub, listener)
 

@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
+from forge.envs.chat_api.send_limit import SendLimit
 from forge.errors import (
     INPUT_ERRORS,
     ActorFailure,
@@ -143,6 +144,7 @@ class Connection(RequestHandler):
         is_crowded: whether others wait for this connection to end.
         is_idle: whether it had requests, and has none now.
         on_admitted: called when a request had an accepted key, and when the connection has ended.
+        send_limit_s: how long the client may take nothing of what is sent to it; None for as long as it likes.
     """
 
     only_key: str | None = None
@@ -150,9 +152,18 @@ class Connection(RequestHandler):
     is_crowded: Callable[[], bool] | None = None
     is_idle = False
     on_admitted: Callable[[], None] | None = None
+    send_limit_s: float | None = None
+    _send_limit: SendLimit | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.send_limit_s is not None and isinstance(transport, asyncio.Transport):
+            self._send_limit = SendLimit(transport, self.send_limit_s)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        if self._send_limit is not None:
+            self._send_limit.end()
         if self.on_admitted is not None:
             self.on_admitted()
         if self.on_lost is not None:

@@ -43,12 +43,20 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 class HttpListener:
-    """Serves an application on listening sockets. Close it before the runner is cleaned up."""
+    """Serves an application on listening sockets. Close it before the runner is cleaned up.
+
+    With `send_limit_s`, a client that takes nothing of what is sent to it for so long loses its connection.
+    """
 
     def __init__(
-        self, runner: JsonErrorRunner, sockets: Sequence[socket.socket], *, tls: ssl.SSLContext | None = None
+        self,
+        runner: JsonErrorRunner,
+        sockets: Sequence[socket.socket],
+        *,
+        tls: ssl.SSLContext | None = None,
+        send_limit_s: float | None = None,
     ) -> None:
-        self._runner, self._sockets = runner, sockets
+        self._runner, self._sockets, self._send_limit_s = runner, sockets, send_limit_s
         self._acceptors = [self._accept(sock, tls) for sock in sockets]
         self.port = int(sockets[0].getsockname()[1])
 
@@ -62,6 +70,7 @@ class HttpListener:
             assert self._runner.server is not None
             connection = cast(Connection, self._runner.server())
             connection.on_admitted = lambda: acceptor.admit(connection)
+            connection.send_limit_s = self._send_limit_s
             return connection
 
         acceptor = Acceptor(sock, connect, tls=tls)

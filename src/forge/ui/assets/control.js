@@ -60,10 +60,18 @@ class ControlView {
     );
   }
 
-  // Asks where the run is: again with each step, and now and then, because a step may be long.
+  // Asks where the run is: again with each step, and now and then, because a step may be long. One request at a time.
   async load() {
     clearTimeout(this.timer);
-    const found = await ask('control', { run: this.run.id }).catch((error) => ({ isActive: false, why: error.message }));
+    this.isStale = true;
+    if (this.isAsking) return;
+    this.isAsking = true;
+    let found = null;
+    while (this.isStale && !this.isClosed) {
+      this.isStale = false;
+      found = await ask('control', { run: this.run.id }).catch((error) => ({ isActive: false, why: error.message }));
+    }
+    this.isAsking = false;
     if (this.isClosed) return;
     this.timer = setTimeout(() => this.load(), 3000);
     this.status = found;
