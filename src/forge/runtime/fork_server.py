@@ -372,7 +372,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # see `forge.runtime.forking`
     is_own = stat.S_ISFIFO(os.fstat(0).st_mode)
     if is_own:
-        _end_with_owner()
+        with contextlib.suppress(OSError):  # of a system that has no such signal: what is imported is then finished
+            _end_with_owner()
     if not _can_rename():
         return  # nothing would find the ranks by their environment; so they are started by themselves
     try:
