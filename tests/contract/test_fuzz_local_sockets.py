@@ -204,8 +204,8 @@ def test_a_fork_server_survives_what_breaks_the_protocol(tmp_path: Path) -> None
         listener.listen(16)
         server = subprocess.Popen(
             [sys.executable, "-m", "forge.runtime.fork_server", str(listener.fileno()), str(os.getpid())],
-            env={**os.environ, fork_server.PADDING: "x" * fork_server.PADDING_BYTES}, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            env={**os.environ, fork_server.PADDING: "x" * fork_server.PADDING_BYTES}, pass_fds=(listener.fileno(),),
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
         question = rank_stub.request(dict(os.environ), ["json"])
