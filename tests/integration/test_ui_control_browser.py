@@ -121,19 +121,21 @@ def test_the_timeline_of_a_live_run_grows_and_is_moved_with_keys(tmp_path: Path)
         assert {"generate", "score", "publish_weights"} <= set(await page.ask(names))
         assert await page.ask("document.querySelector('.bar .switch').getAttribute('aria-pressed')") == "true"
         await page.until("document.querySelector('[data-test=window]').innerText.includes(' to ')")
-        before = await text(page, "[data-test=window]")
+        canvas = "document.querySelector('[data-test=timeline]')"
+        window = f"{canvas}.dataset.window"  # exact: what is shown may be whole minutes
+        steps = f"{rows}.find((row) => row.innerText.includes('train_step')).innerText"
+        before = await page.ask(steps)
         for _ in range(2):
             await step(run)
-        await page.until(f"document.querySelector('[data-test=window]').innerText !== {before!r}")  # it follows
+        await page.until(f"{steps} !== {before!r}")  # it follows
 
-        canvas = "document.querySelector('[data-test=timeline]')"
         await page.ask(f"{canvas}.focus()")
         await page.press("+")
         await page.until("/[?&]t=[0-9]/.test(location.search)")
         assert await page.ask("document.querySelector('.bar .switch').getAttribute('aria-pressed')") == "false"
-        zoomed = await text(page, "[data-test=window]")
+        zoomed = await page.ask(window)
         await page.press("ArrowLeft")
-        assert await text(page, "[data-test=window]") != zoomed
+        await page.until(f"{window} !== {zoomed!r}")
         await page.press(".")
         await page.until("document.querySelector('[data-test=span] b')")
         assert "process" in await text(page, "[data-test=span]")
@@ -169,10 +171,10 @@ def test_the_timeline_of_a_live_run_grows_and_is_moved_with_keys(tmp_path: Path)
             if await page.ask("!document.querySelector('[data-test=tip]').hidden"):
                 names_there.add(await page.ask("document.querySelector('[data-test=tip] b')?.innerText"))
         assert name in names_there
-        whole = await text(page, "[data-test=window]")
+        whole = await page.ask(window)
         for kind, part in (("mousePressed", 0.5), ("mouseMoved", 0.6), ("mouseMoved", 0.7), ("mouseReleased", 0.7)):
             await page.mouse(kind, (place[0] + place[2] * part, place[1] + 75))
-        await page.until(f"document.querySelector('[data-test=window]').innerText !== {whole!r}")
+        await page.until(f"{window} !== {whole!r}")
 
         await open_tab(page, "System")
         await page.until("document.querySelectorAll('[data-test=system] .chart').length > 3")
