@@ -9,6 +9,7 @@ import pytest
 
 from devtools import Page, find_browser
 from forge.loops.runtime_changes import RuntimeChange, read_changes
+from forge.observe import trace_file
 from forge.observe.trace_file import read_events
 from forge.trainer.checkpoint_folder import list_checkpoints
 from forge.ui.server import UiServer
@@ -105,7 +106,10 @@ def test_a_live_run_is_controlled_from_the_page(tmp_path: Path) -> None:
         visit(runs, body, control=True)
 
 
-def test_the_timeline_of_a_live_run_grows_and_is_moved_with_keys(tmp_path: Path) -> None:
+def test_the_timeline_of_a_live_run_grows_and_is_moved_with_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "ORIGIN_NS", trace_file.ORIGIN_NS - 1438 * 10**9)  # of a process that is older
     runs = tmp_path / "runs"
     rows = "[...document.querySelectorAll('[data-test=totals] tbody tr')]"
     names = f"{rows}.map((row) => row.innerText.split(/\\s+/)[1])"

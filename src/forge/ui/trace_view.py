@@ -36,7 +36,7 @@ def describe_trace(index: TraceIndex) -> dict[str, Any]:
         "generation": index.generation,
         "progress": round(index.progress, 4),
         "origin": names.origin_s,
-        "start": index.start_us / 1e6,
+        "first": index.start_us / 1e6,
         "end": index.end_us / 1e6,
         "numSpans": index.num_spans,
         "isCut": len(names.lanes) >= MAX_LANES,

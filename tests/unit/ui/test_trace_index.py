@@ -62,7 +62,9 @@ def test_the_spans_of_a_window_have_their_rows_and_depths(tmp_path: Path) -> Non
     assert [row[0] for row in shown(index, 1.32, 1.33)] == ["train", "save", "write"]
     assert [row[3] for row in shown(index, 1.32, 1.33)] == [0, 1, 2], "as deep as in the whole trace"
     facts = describe_trace(index)
-    assert (facts["start"], facts["end"]) == (0.5, 4.5)
+    assert (facts["first"], facts["end"]) == (0.5, 4.5)
+    part = view_window(index, Window(2.0, 3.0), None)
+    assert (part["first"], part["start"], part["end"]) == (0.5, 2.0, 4.5), "a part does not hide where the trace begins"
     assert facts["origin"] == pytest.approx(ORIGIN_NS / 1e9, abs=1e-3)
     assert [lane[2:] for lane in facts["lanes"]] == [["controller", "host", "Task"], ["generator[0]", "host", "Task"]]
 

@@ -1,6 +1,8 @@
 // What every process did when, and what it waited for: the trace of a run, while it grows.
 
 const SHORTEST_S = 2e-5;
+// Times far from the origin are not exact.
+const ROUNDING_S = 1e-6;
 const LAST_STEPS = 8;
 const LOAD_MS = 70;
 
@@ -45,7 +47,7 @@ class TimelineView {
 
   // When the first span began: a process may be much older than its run.
   get first() {
-    return this.found?.start || 0;
+    return this.found?.first || 0;
   }
 
   async begin(query) {
@@ -88,7 +90,7 @@ class TimelineView {
     this.canvas.window = [from, from + length];
     if (!keepsFollowing && from + length < this.end - 0.02 * length) this.setFollowing(false);
     const short = (value) => Number(value.toFixed(6));
-    const place = from <= this.first && from + length >= this.end ? '' : `${short(from)}~${short(from + length)}`;
+    const place = from <= this.first + ROUNDING_S && from + length >= this.end - ROUNDING_S ? '' : `${short(from)}~${short(from + length)}`;
     this.canvas.canvas.dataset.window = place;
     keep({ t: this.isFollowing ? '' : place });
     this.canvas.refresh();
@@ -164,7 +166,7 @@ class TimelineView {
     const last = this.end;
     const found = await this.ask(0, 1e-3).catch(() => null);
     if (!found || this.isClosed || found.end === last) return;
-    this.found = { ...this.found, start: found.start, end: found.end, progress: found.progress, generation: found.generation };
+    this.found = { ...this.found, first: found.first, end: found.end, progress: found.progress, generation: found.generation };
     const [start, end] = this.canvas.window;
     if (this.isFollowing) this.show(this.newest(), this.end, true);
     else if (end + (end - start) / 2 > last) this.load();
@@ -246,15 +248,21 @@ class TimelineView {
     );
   }
 
-  // Chooses the next or the previous span in the row of the one that is chosen, or the first one in view.
+  // Chooses the next or the previous span in the row of the one that is chosen, or the first one that begins in view.
   step(by) {
     if (!this.shown) return;
     const { spans } = this.shown;
     const chosen = this.canvas.selected;
-    const lane = chosen ? spans.lane[spans.offset.indexOf(chosen.offset)] : this.canvas.rows.find((row) => row.lane !== undefined && this.canvas.byLane.has(row.lane))?.lane;
-    const all = (this.canvas.byLane.get(lane) || []).slice().sort((one, other) => spans.start[one] - spans.start[other] || spans.depth[one] - spans.depth[other]);
-    const at = chosen ? all.findIndex((place) => spans.offset[place] === chosen.offset) : -1;
-    const next = all[chosen ? at + by : all.findIndex((place) => spans.start[place] / 1e6 >= this.canvas.window[0])];
+    const sorted = (lane) => (this.canvas.byLane.get(lane) || []).slice().sort((one, other) => spans.start[one] - spans.start[other] || spans.depth[one] - spans.depth[other]);
+    let next;
+    if (chosen) {
+      const all = sorted(spans.lane[spans.offset.indexOf(chosen.offset)]);
+      next = all[all.findIndex((place) => spans.offset[place] === chosen.offset) + by];
+    } else {
+      const rows = this.canvas.rows.filter((row) => row.lane !== undefined).map((row) => sorted(row.lane));
+      const inView = rows.map((all) => all.find((place) => spans.start[place] / 1e6 >= this.canvas.window[0]));
+      next = inView.find((place) => place !== undefined) ?? rows.find((all) => all.length)?.at(-1);
+    }
     if (next === undefined) return;
     this.select(next);
     const start = spans.start[next] / 1e6;
