@@ -14,7 +14,7 @@ ACCUMULATION_NOTE: Final = (
 
 
 def placement_notes(config: GRPOConfig, *, num_ranks: int, on_gpu: bool) -> list[str]:
-    """Return what to change where trainer and generator take turns on one GPU's time anyway."""
+    """Return advice for runs whose trainer and generator share one GPU and do not simply take turns."""
     generator = config.generator
     is_one = num_ranks == 1 and generator.num_replicas == 1 and generator.tensor_parallel == 1
     if not (on_gpu and is_one and generator.capabilities.shared_weights):

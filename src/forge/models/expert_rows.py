@@ -1,9 +1,9 @@
 """Which rows experts take, and how their answers come back to the tokens: by gathering rows, on a GPU.
 
-TorchTitan adds answers to tokens by a deterministic `scatter_add`. On a GPU that sorts every number of every answer: of
-512 tokens with 8 experts each and a width of 2,048, eight million keys, in every layer of a decode step. But each token
-has exactly as many answers as it was sent to experts, so gathering them and adding them up gives the same sums, and
-their order is fixed as well. Gradients are gathered in the same way.
+TorchTitan adds answers to tokens with a deterministic `scatter_add`, which is slow on a GPU: for 512 tokens with 8
+experts each and a width of 2,048, its index has eight million entries, in every layer of a decode step. But each token
+has exactly as many answers as it was sent to experts, so gathering and adding them gives the same sums up to rounding,
+also in a fixed order. Gradients are gathered in the same way.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STREAMS: Final = 3
 _REQUEST_LIMIT_S: Final = 10.0
 _IDLE_LIMIT_S: Final = 60.0
-"""How long a server waits for a request if its owner did not start it: nobody may need it again."""
+"""How long a server waits for a request if its owner did not start it: it may not be needed again."""
 _MAX_REQUEST: Final = 16 * 2**20
 _LOAD_TIME: Final = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "ONEDNN_", "DNNL_", "ATEN_"),

@@ -182,7 +182,7 @@ def imported_early(environment: Mapping[str, str], preload: Sequence[str]) -> It
 
     `environment` are all variables of such a rank. Ranks that need others have servers of their own, as they do if this
     one fails. Runs at the same time share that of the first. Nothing is started where ranks share servers with other
-    programs, or are no forks.
+    programs, or are not forks.
     """
     if SCOPE in environment or not _makes_forks(environment):
         yield

@@ -79,3 +79,11 @@ def test_only_an_empty_folder_of_sockets_and_caches_may_stay(tmp_path: Path) -> 
     (tmp_path / ".tmpIjKl56").touch()
     kept = {path.name for path in tmp_path.iterdir() if not experiment._is_expected(path)}
     assert kept == {".tmpEfGh34", ".tmpIjKl56", "empty"}
+
+
+def test_a_folder_that_is_left_is_told_with_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "held" / name).touch()
+    assert experiment._described(tmp_path / "held") == "held (a, b)"
+    assert experiment._described(tmp_path / "held" / "a") == "a"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge.cli import main
+from forge.cli import main, supervise
 from forge.cli.run_folder import RunFolder, remove_dead_sockets
 from forge.cli.supervise import Crash, Limits, is_final, next_action
 
@@ -259,3 +259,18 @@ def test_sockets_that_nothing_listens_on_are_removed(tmp_path: Path, monkeypatch
         assert remove_dead_sockets(since=2**40) == 0
         assert remove_dead_sockets(since=0) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmpalive0", ".tmpempty0", ".tmpfiles0"]
+
+
+@pytest.mark.parametrize(("statuses", "num_looks"), [((0,), 0), ((1, 0), 2), ((1, 1, 0), 3)])
+def test_sockets_are_looked_for_after_each_crash_and_once_more_at_the_end(
+    statuses: tuple[int, ...], num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    ends = iter(statuses)
+    monkeypatch.setattr(supervise, "remove_dead_sockets", looks.append)
+    monkeypatch.setattr(supervise, "kill_leftovers", lambda: 0)
+    monkeypatch.setattr(supervise.Supervisor, "_run_once", lambda self, words: (next(ends), []))
+    monkeypatch.setattr(supervise.Supervisor, "_wait", lambda self, seconds: None)
+    assert supervise.Supervisor(("true",), None, limits=Limits()).run() == 0
+    assert len(looks) == num_looks
+    assert len(set(looks)) <= 1, "what any of the runs left is looked for"
